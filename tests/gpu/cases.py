@@ -1,4 +1,4 @@
-"""Operand programs, as the engine calls them, and operands that find mistakes."""
+"""Quantizers and rotations of all programs as functions of tensors, and operands that find mistakes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.helpers.policies import MXFP4, NVFP4, one_rule, quantizer
 
 POLICIES = sorted(file.stem for file in (Path(__file__).parents[2] / "policies").glob("*.yaml"))
 ENCODE = {**NVFP4, "scale": {**NVFP4["scale"], "convention": "encode"}}
-#: Techniques that no shipped policy uses, each on a format that it is for.
+#: Techniques that no shipped policy uses, each with a format for which it is meant.
 OTHERS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "stochastic_scale_rounding": (NVFP4, ["stochastic_scale_rounding"]),
     "tensor_scaling_gradient": (NVFP4, ["tensor_scaling", {"tensor_scaling_gradient": {"kind": "absmax"}}]),
@@ -46,9 +46,10 @@ KEY, STEP = make_key("gpu"), make_step(0, 0, 7)
 
 @dataclass(frozen=True)
 class Quantizer:
-    """One operand's quantizer as a function of tensors: ``(x, key, step, *state)`` to all that it gives.
+    """An operand's quantizer as a function of tensors: ``(x, key, step, *state)`` to terms, multipliers, observations.
 
-    ``transposed``: whether the operand is the transpose of ``x``, so that blocks run down its columns.
+    Attributes:
+        transposed: whether the operand is the transpose of ``x``, so that blocks run down the columns of ``x``.
     """
 
     program: OperandProgram
@@ -71,7 +72,7 @@ class Quantizer:
         return x.mT if self.transposed else x, operand_draw(Draw(key, step), self.operand), entries
 
     def state(self, x: Tensor) -> list[Tensor]:
-        """Values of the state as after some steps of training."""
+        """Return values that the state may have after some steps of training."""
         x = x.mT if self.transposed else x
         generator = torch.Generator().manual_seed(2)
         entries = []
@@ -84,7 +85,7 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class GradientFactor:
-    """What the gradient of a quantizer's operand is multiplied by, as a function of the same tensors."""
+    """The factor of the gradient of a quantizer's operand, as a function of the same tensors."""
 
     quantizer: Quantizer
 
@@ -97,67 +98,62 @@ class GradientFactor:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Both operands of a GEMM in the basis of its pair transforms: ``(left, right, key, step)`` to two tensors."""
+    """The pair transforms of a GEMM as a function of tensors: ``(left, right, key, step)`` to both operands."""
 
     gemm: GemmProgram
-    first: Operand
 
     def __call__(self, left: Tensor, right: Tensor, key: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-        rotation = self.gemm.rotate(left, right, operand_draw(Draw(key, step), self.first))
+        rotation = self.gemm.rotate(left, right, operand_draw(Draw(key, step), self.gemm.gemm.operands[0]))
         return rotation.left, rotation.right
 
 
 @cache
 def programs() -> list[tuple[str, MatmulProgram]]:
-    """What every shipped policy makes of a linear layer, and every technique that none of them uses."""
+    """Return the programs of a linear layer under each rule of every shipped policy, and with each of ``OTHERS``.
+
+    The name is the policy's. After the first rule that quantizes, it has the rule's name too.
+    """
     others = [one_rule(*techniques, quantize=format) | {"name": name} for name, (format, techniques) in OTHERS.items()]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", fp4graph.PolicyWarning)  # idle here, compiled all the same
+        warnings.simplefilter("ignore", fp4graph.PolicyWarning)  # a technique may be idle in a linear layer
         policies = [*map(fp4graph.load_policy, POLICIES), *map(fp4graph.load_policy, others)]
-    found = []
+    named: dict[str, MatmulProgram] = {}
     for policy in policies:
         for rule in (*policy.rules, policy.default):
             program = plan_site(VIEW, rule).program if rule.quantizes else None
             if program is not None:
-                found.append((policy.name, program))
-    return found
+                name = f"{policy.name}, {rule.name}" if policy.name in named else policy.name
+                assert named.setdefault(name, program) is program
+    return [*named.items()]
 
 
 @cache
 def quantizers() -> dict[str, Quantizer]:
-    """The quantizers of all programs, each once, named after the first that has it."""
-    found: dict[tuple[OperandProgram, bool], str] = {}
-    named: dict[str, Quantizer] = {}
+    """Return the quantizers of all programs, each once, named after the first operand that has it."""
+    named: dict[tuple[OperandProgram, bool], tuple[str, Quantizer]] = {}
     for name, program in programs():
         for operand in Operand:
-            # As in ops/matmul.py: what a backward GEMM contracts over is not the last axis in memory, but for dY.
+            # As in ops/matmul.py: the contraction axis of these operands is not the last axis in memory.
             transposed = operand in (Operand.DGRAD_WEIGHT, Operand.WGRAD_GRAD_OUTPUT, Operand.WGRAD_INPUT)
-            one = Quantizer(program.operand(operand), operand, transposed)
-            first = found.setdefault((one.program, transposed), f"{name}:{operand}")
-            if one.program.spec is not None and first not in named:
-                named[first] = one
-    return named
+            quantizer = Quantizer(program.operand(operand), operand, transposed)
+            if quantizer.program.spec is not None:
+                named.setdefault((quantizer.program, transposed), (f"{name}:{operand}", quantizer))
+    return dict(named.values())
 
 
 @cache
 def rotations() -> dict[str, Rotation]:
-    """The pair transforms of all programs' GEMMs, each once."""
-    found: dict[GemmProgram, str] = {}
-    named: dict[str, Rotation] = {}
+    """Return the pair transforms of all programs' GEMMs, each once."""
+    named: dict[GemmProgram, str] = {}
     for name, program in programs():
-        for gemm, first in (
-            (program.fprop, Operand.FPROP_INPUT),
-            (program.dgrad, Operand.DGRAD_GRAD_OUTPUT),
-            (program.wgrad, Operand.WGRAD_GRAD_OUTPUT),
-        ):
-            if gemm.transforms and gemm not in found:
-                found[gemm] = f"{name}:{gemm.gemm}"
-                named[found[gemm]] = Rotation(gemm, first)
-    return named
+        for gemm in (program.fprop, program.dgrad, program.wgrad):
+            if gemm.transforms:
+                named.setdefault(gemm, f"{name}:{gemm.gemm}")
+    return {name: Rotation(gemm) for gemm, name in named.items()}
 
 
 def operands(shape: tuple[int, int], spec: QuantSpec) -> Iterator[tuple[str, Tensor]]:
-    """fp32 values ``[R, K]`` of every kind, named; not in one tensor, for one element decides a tensor scale."""
+    """Yield fp32 values ``[R, K]`` of every kind, each kind in a tensor, because one element decides a tensor scale."""
     rows, columns = shape
     generator = torch.Generator().manual_seed(rows)
     ordinary = torch.randn(shape, generator=generator)
@@ -177,7 +173,7 @@ def operands(shape: tuple[int, int], spec: QuantSpec) -> Iterator[tuple[str, Ten
 
 
 def _scale_ties(spec: QuantSpec, length: int) -> Tensor:
-    """``[n, length]``: blocks whose ideal scale is halfway between two of the format's, and an ulp of Z beside."""
+    """Return ``[n, length]``: blocks whose ideal scale is the midpoint of two values, and such with Z an ulp off."""
     values = spec.scale.format.values()
     ideal = torch.tensor([(low + high) / 2 for low, high in pairwise(values) if low > 0 and high < 2.0**100])
     maxima = ideal * spec.element.max if spec.scale.convention == "decode" else spec.element.max / ideal
@@ -186,7 +182,7 @@ def _scale_ties(spec: QuantSpec, length: int) -> Tensor:
 
 
 def _in_blocks(blocks: Tensor, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """``[R, K]`` from rows of ``blocks [n, l]``, one to each block along K; the last of a line is cut off."""
+    """Return ``[R, K]`` whose blocks along K are random rows of ``blocks [n, l]``; a line's last block is cut off."""
     rows, columns = shape
     length = blocks.shape[1]
     across = -(-columns // length)

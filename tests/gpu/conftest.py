@@ -1,4 +1,4 @@
-"""Workers: processes of their own, since what they do to torch and Triton cannot be undone."""
+"""Worker processes, because changes that they make to torch and Triton cannot be undone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def calls_in(pool: ProcessPoolExecutor) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def compiler():
-    """Call a function of benchmarks.gpu.absent in a process that believes in a GPU."""
+    """Call a function in a process in which torch takes a GPU to be present."""
     from benchmarks.gpu.absent import worker  # not above: it imports Triton, without which the tests are skipped
 
     with worker() as pool:

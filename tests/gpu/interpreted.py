@@ -2,9 +2,9 @@
 
 ``TRITON_INTERPRET=1`` must be set before Triton is imported, so this module is for a worker process (conftest.py).
 
-What the interpreter lacks or has wrong is put right here, by what the GPU does: the functions of libdevice, which it
-cannot call, conversions between bfloat16 and float32, which it cuts off where hardware rounds to nearest even, products
-of bfloat16, and fused multiply-adds, which it rounds twice.
+This module makes the interpreter compute as a GPU does: functions of libdevice, which the interpreter cannot call;
+casts from float32 to bfloat16, which it truncates where hardware rounds to nearest even; products of bfloat16, of which
+it multiplies the bits; and fused multiply-adds, which it rounds twice.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.gpu.absent import Generated
 
 
 def prepare() -> None:
-    """Called once, when the worker starts."""
+    """Patch Triton's interpreter and torch. A worker process calls this once, at its start."""
     np.seterr(all="ignore")  # integers wrap around, NaN is compared, as on the GPU
     functions = {"floor": np.floor, "ceil": np.ceil, "nearbyint": np.rint, "rint": np.rint, "sqrt": np.sqrt}
     for name, function in functions.items():
@@ -51,10 +51,10 @@ def prepare() -> None:
 
 
 def run_generated(generated: Generated, args: Sequence[Tensor]) -> list[Tensor]:
-    """Run what Inductor wrote for a GPU: its kernels and their launches.
+    """Run the kernels that Inductor generated for a GPU, by its launches.
 
-    Of the configurations that the card would choose from, each kernel runs in that with the largest blocks: the
-    interpreter's time goes by programs.
+    Each kernel runs in the configuration with the largest blocks, because the interpreter's time grows with the number
+    of programs.
     """
     module = PyCodeCache.load(generated.source)
     for kernel in vars(module).values():
@@ -89,19 +89,19 @@ _create_dot = InterpreterBuilder.create_dot
 
 
 def _dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: Any) -> TensorHandle:
-    """Of bfloat16 in float32, which holds its products; the interpreter would multiply the bits."""
+    """Multiply bfloat16 in float32, in which the products are exact."""
     if a.dtype.scalar == tl.bfloat16:
         a, b = (_cast(self, x, tl.float32) for x in (a, b))
     return _create_dot(self, a, b, *rest)
 
 
 def _fma(self: InterpreterBuilder, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
-    """Of float32, rounded once: the product is exact in float64, and their sum is rounded to odd there, after which
-    rounding it to float32 is as rounding the exact sum."""
+    """Return x·y + z in float32, rounded once: the product is exact in float64, and the sum is rounded to odd there, so
+    that rounding it to float32 is as rounding the exact sum."""
     product, addend = x.data.astype(np.float64) * y.data, z.data.astype(np.float64)
     total = product + addend
     part = total - product
-    error = (product - (total - part)) + (addend - part)  # what the sum lacks, exactly
+    error = (product - (total - part)) + (addend - part)  # the exact sum less total
     bits = total.view(np.int64)
     even = (error != 0) & np.isfinite(error) & (bits & 1 == 0)
     away = (error > 0) == (total > 0)  # the exact sum is larger in magnitude
@@ -113,8 +113,8 @@ _call_function = InterpretedFunction.__call__
 
 
 def _called(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
-    """Without preparing the language anew for every function that a kernel calls: what was done for the kernel holds.
-    Not so in functions of Triton's own library (sorting calls them), which name the language otherwise."""
+    """Skip patching the language again for every function that a kernel calls. Functions of Triton's library, which
+    sorting calls, need it: they import the language by another name."""
     if self.fn.__module__.startswith("triton."):
         return _call_function(self, *args, **kwargs)
     return self.rewrite()(*args, **kwargs)
@@ -124,7 +124,7 @@ _apply_impl = ReduceOps.apply_impl
 
 
 def _reduce(self: ReduceOps, operands: tuple[tl.tensor, ...]) -> Any:
-    """Inductor's maximum, which keeps NaN, as NumPy's: element by element it takes most of the time."""
+    """Compute Inductor's maximum, which keeps NaN, by NumPy's: element by element it would take most of the time."""
     if self.combine_fn is triton_helpers.maximum:
         return self.min_max(operands[0], val_reduce_op=np.max)
     return _apply_impl(self, operands)

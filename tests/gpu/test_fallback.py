@@ -1,4 +1,4 @@
-"""Without kernels on a GPU, quantizers are tensor code, and one warning names the reason."""
+"""On a GPU where kernels do not run, quantizers are tensor code, and one warning names the reason."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REFUSED = "RuntimeError: PTXASError: no target sm_120"
 
 @pytest.fixture
 def card(monkeypatch):
-    """A machine that says it has a card of compute capability 9.0, and has not been asked for kernels yet."""
+    """Let torch report a card of compute capability 9.0, whose kernels were not tried yet; return the monkeypatch."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     gpu.available.cache_clear()
@@ -37,17 +37,17 @@ def card(monkeypatch):
 
 
 def trial(kernel: str) -> str | None:
-    """What a trial says in which a kernel is right, wrong, or not to be compiled. For the interpreter's process."""
+    """Return the failure of a trial whose ``kernel`` is wrong or cannot be compiled. For the interpreter's process."""
     from fp4graph.kernels import triton_product, triton_quantize, triton_trial
 
     class Refusing:
         def __getitem__(self, grid: object) -> object:
             raise RuntimeError("\n  PTXASError: no target sm_120\nand more")
 
-    own = triton_quantize.quantize_and_pack_columns
+    pack_columns = triton_quantize.quantize_and_pack_columns
 
     def wrong(*arguments: object) -> tuple[torch.Tensor, ...]:
-        y, *packed = own(*arguments)
+        y, *packed = pack_columns(*arguments)
         return (torch.where(y == y.max(), 0, y), *packed)
 
     product = triton_product.scaled_product
@@ -74,7 +74,7 @@ def trial(kernel: str) -> str | None:
         *((kernel, f"Triton cannot compile or run them: {REFUSED}") for kernel in ("refused", "refused product")),
     ],
 )
-def test_the_trial(kernel, expected, interpreter):
+def test_the_trial_of_kernels(kernel, expected, interpreter):
     assert interpreter(trial, kernel) == expected
 
 
@@ -83,7 +83,7 @@ def test_the_trial(kernel, expected, interpreter):
     [
         ((7, 5), True, "compute capability 7.5 is below 8.0"),
         ((9, 0), False, "Triton is not installed"),
-        ((9, 0), True, "Triton cannot compile or run"),  # it has no driver here to run anything with
+        ((9, 0), True, "Triton cannot compile or run"),  # there is no driver here
     ],
 )
 def test_a_warning_says_once_why_there_are_no_kernels(capability, triton, reason, card):
@@ -99,7 +99,7 @@ def test_a_warning_says_once_why_there_are_no_kernels(capability, triton, reason
         assert Machine.of(CUDA).lacks == "the kernels of this cuda cannot be used, as a warning says"
 
 
-def test_a_tensor_that_only_says_that_it_is_on_a_gpu_is_quantized_by_tensor_code():
+def test_an_absent_gpu_has_tensor_code_and_no_warning():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     gpu.available.cache_clear()
@@ -107,8 +107,7 @@ def test_a_tensor_that_only_says_that_it_is_on_a_gpu_is_quantized_by_tensor_code
 
 
 @pytest.mark.slow
-def test_tensor_code_takes_over(card):
-    """The program for a GPU calls an operator where the trial succeeds, and none where it fails."""
+def test_the_program_for_a_gpu_calls_operators_only_if_the_trial_succeeds(card):
 
     def called(reason):
         def train(x, w):
@@ -129,14 +128,14 @@ def test_tensor_code_takes_over(card):
         assert called("no target sm_120") == set()
 
 
-def test_a_trial_while_a_compiler_traces_is_no_part_of_the_trace(card):
+def test_a_trial_while_a_compiler_traces_is_not_traced(card):
+    from fp4graph.kernels import triton_trial
+
     seen: list[torch.Tensor] = []
 
     def run(x):
         triton_trial.failure(CPU)
         return x + 1
-
-    from fp4graph.kernels import triton_trial
 
     def numbers(device):
         seen.append(torch.ones(3))

@@ -1,7 +1,7 @@
-"""The Triton code that Inductor writes for a GPU computes the bits of eager mode and compiles to machine code.
+"""The Triton code that Inductor generates for a GPU computes the bits of eager mode and compiles to machine code.
 
-Eager mode is that of the same program: a GPU rotates by a product with H, where a CPU adds and subtracts in an order of
-its own, and parts a tensor scale γ elsewhere if γ is tiny.
+Eager mode runs the program for a GPU. It differs from a CPU's: a rotation is a product with H, and a tiny tensor scale
+γ is split at another power of two.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from tests.helpers.floats import assert_same_bits
 pytestmark = pytest.mark.process
 
 UNEVEN, EVEN = (75, 90), (64, 96)
-#: 3.7, which torch 2.13 brings, spills a few registers of the kernels for sm_90.
 TRITON = tuple(map(int, version("triton").split(".")[:2]))
-#: Bytes that the compilers of older Tritons may spill: 3.8 spills 8 in three kernels of sm_100, 3.7 more.
+#: Bytes of registers that a kernel may spill. Triton 3.8 spills 8 in three kernels for sm_100; 3.7, which torch 2.13
+#: brings, spills more, also for sm_90.
 SPILLS = 0 if TRITON >= (3, 9) else 8 if TRITON >= (3, 8) else 10**6
-#: Tested by default: MXFP4 along rows, ties up, and down columns, ties even. `make gpu` tests all.
+#: Tested by `make long`: MXFP4 along rows with ties up, and down columns with ties to even. `make gpu` tests all.
 FEW = ("tetrajet:fprop.input", "microscaling:dgrad.weight")
-#: Exponentials and logarithms have no bits that every device agrees on.
+#: Quantizers with exponentials and logarithms, whose last bits differ between devices.
 INEXACT_BY_NAME = ("smooth_max:",)
 NAMES = [pytest.param(name, marks=() if name in FEW else pytest.mark.gpu) for name in quantizers()]
 GPUS = [pytest.param(gpu, id=f"sm_{gpu.capability}") for gpu in (absent.H200, absent.B200)]
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 
-#: PTX that rounds otherwise than IEEE operations one by one: approximate or flushing instructions, multiplications
-#: contracted with additions, and those without a rounding mode, which the assembler may contract.
+#: PTX instructions that may round in another way than separate IEEE operations: approximate, flushing or fused
+#: instructions, and those without a rounding mode, which the assembler may fuse.
 INEXACT = re.compile(r"\S*\.(?:approx|full|ftz)\b\S*|\b(?:fma|mad)\.\S*f32|\b(?:add|sub|mul)\.f32")
 
 
 def memory(values: Tensor, quantizer: Quantizer, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The tensor whose operand, transposed or not, holds ``values``."""
+    """Return the tensor of which ``values`` are the operand, transposed or not."""
     return (values.mT if quantizer.transposed else values).to(dtype).contiguous()
 
 
@@ -63,8 +63,8 @@ def arguments(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, ...]:
 
 
 def assert_all_same(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for mine, due in zip(actual, expected, strict=True):
-        assert_same_bits(mine, due)
+    for result, due in zip(actual, expected, strict=True):
+        assert_same_bits(result, due)
 
 
 def in_eager_mode(function: Callable[..., tuple[Tensor, ...]], args: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -75,8 +75,8 @@ def in_eager_mode(function: Callable[..., tuple[Tensor, ...]], args: Sequence[Te
 def assert_machine_code(
     binaries: Sequence[absent.Binary], gpu: absent.Gpu, exact: bool = True, allowed: Collection[str] = ()
 ) -> None:
-    """Machine code for ``gpu``, without spilled registers and, if it is to be exact, with IEEE arithmetic only, beside
-    the instructions ``allowed``."""
+    """Check that this is machine code for ``gpu`` that spills few registers and, if ``exact``, has IEEE arithmetic and
+    the instructions ``allowed`` alone."""
     assert binaries
     for binary in binaries:
         assert f".target sm_{gpu.capability}" in binary.ptx
@@ -87,7 +87,6 @@ def assert_machine_code(
 
 @pytest.fixture
 def computed(compiler, interpreter):
-
     def run(function, args, options=EXACT):
         return interpreter(run_generated, compiler(absent.generate, absent.H200, function, args, options), args)
 
@@ -96,9 +95,8 @@ def computed(compiler, interpreter):
 
 @pytest.fixture
 def binaries_of(compiler):
-
-    def run(gpu, function, args, options=EXACT, **every):
-        return compiler(absent.compile_generated, gpu, compiler(absent.generate, gpu, function, args, options), **every)
+    def run(gpu, function, args, options=EXACT):
+        return compiler(absent.compile_generated, gpu, compiler(absent.generate, gpu, function, args, options))
 
     return run
 
@@ -107,7 +105,7 @@ def binaries_of(compiler):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.values[0].startswith(INEXACT_BY_NAME)])
 def test_values(name, dtype, compiler, interpreter):
-    """Of every quantizer of every shipped policy and technique; in fp32 on operands whose blocks do not fit."""
+    """Every quantizer of every shipped policy and technique; in fp32, on operands that blocks do not divide."""
     quantizer = quantizers()[name]
     assert quantizer.program.spec is not None
     generated = None
@@ -134,7 +132,7 @@ def test_machine_code(name, gpu, binaries_of):
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", FEW)
 def test_machine_code_of_every_configuration(name, gpu, compiler):
-    """At the size of a ViT-Base layer: those that are measured against each other on the card."""
+    """At the size of a ViT-Base layer, all configurations among which autotuning chooses on a card."""
     quantizer = quantizers()[name]
     args = arguments(memory(torch.zeros(768, 3072), quantizer, torch.bfloat16), quantizer)
     generated = compiler(absent.generate, gpu, quantizer, args, EXACT)
@@ -145,7 +143,7 @@ def test_machine_code_of_every_configuration(name, gpu, compiler):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize("name", [name for name, one in quantizers().items() if one.program.has_gradient_factor])
+@pytest.mark.parametrize("name", [name for name, each in quantizers().items() if each.program.has_gradient_factor])
 def test_machine_code_of_gradient_factors(name, gpu, binaries_of):
     quantizer = quantizers()[name]
     args = arguments(memory(torch.zeros(EVEN), quantizer), quantizer)
@@ -155,7 +153,7 @@ def test_machine_code_of_gradient_factors(name, gpu, binaries_of):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", rotations())
 def test_rotations(name, computed, binaries_of):
-    """Signs and padding; the matrix product with H is the same library's on both sides of the comparison."""
+    """Signs and padding. The product with H is not tested: one library computes it on both sides."""
     generator, rotation = torch.Generator().manual_seed(0), rotations()[name]
     args = (torch.randn(UNEVEN, generator=generator), torch.randn(40, UNEVEN[1], generator=generator), KEY, STEP)
     assert_all_same(computed(rotation, args), in_eager_mode(rotation, args))
@@ -163,25 +161,26 @@ def test_rotations(name, computed, binaries_of):
         assert_machine_code(binaries_of(gpu, rotation, args), gpu)
 
 
-def test_no_technique_is_left_out():
-    """Every shipped technique that acts on tensors is part of a quantizer or a rotation above."""
+def test_every_technique_that_acts_on_tensors_is_tested_here():
+    """The second rule of a policy counts too."""
+    assert {"tetrajet-v2:fprop.input", "tetrajet-v2, experts:fprop.input"} <= quantizers().keys()
     shipped = {t for t in default_registry().techniques.values() if t.__module__.startswith("fp4graph_plugins.")}
     in_graphs = {t.name for t in shipped if {*stages_of(t)} & {*QUANTIZER_STAGES, *GRADIENT_STAGES}}
-    used = {part.name for one in quantizers().values() for part in one.program.parts}
+    used = {part.name for each in quantizers().values() for part in each.program.parts}
     assert in_graphs <= used
-    assert {"hadamard"} == {t.name for one in rotations().values() for t in one.gemm.transforms}
+    assert {"hadamard"} == {t.name for each in rotations().values() for t in each.gemm.transforms}
 
 
 def twice(x: Tensor) -> tuple[Tensor]:
-    """Double quantization in one graph."""
-    first = QuantSpec("e2m1", 16, ScaleSpec("e8m3", "nearest_even", "encode"))  # what it gives is rounded in bf16
+    """Quantize twice in one graph."""
+    first = QuantSpec("e2m1", 16, ScaleSpec("e8m3", "nearest_even", "encode"))  # bf16 rounds its values
     second = QuantSpec("e2m1", 32, ScaleSpec("ue5m3", "nearest_even"), ties="away")
     return (fake_quantize(fake_quantize(x, first).mT, second),)
 
 
 @pytest.mark.long
-def test_what_is_quantized_again_was_rounded(computed):
-    """Without the options Inductor drops the cast to bf16 between the two, and the result is another."""
+def test_the_cast_between_two_quantizers_stays(computed):
+    """Without the options of ``EXACT`` Inductor drops the cast to bf16 between them, and the result is another."""
     args = (torch.randn(EVEN, generator=torch.Generator().manual_seed(4)).bfloat16(),)
     (expected,) = twice(*args)
     assert_same_bits(computed(twice, args)[0], expected)
@@ -189,14 +188,14 @@ def test_what_is_quantized_again_was_rounded(computed):
 
 
 @pytest.mark.gpu
-def test_each_option_is_needed(binaries_of):
-    """What each of them keeps out of the code of a stochastic quantizer."""
+def test_each_option_of_exactness_is_needed(binaries_of):
+    """Without it, the code of a stochastic quantizer has these inexact instructions."""
     quantizer = quantizers()["tetrajet:dgrad.grad_output"]
 
     def without(*options):
         kept = {name: value for name, value in EXACT.items() if name not in options}
         binaries = binaries_of(absent.H200, quantizer, arguments(torch.zeros(EVEN), quantizer), kept)
-        return {found for binary in binaries for found in INEXACT.findall(binary.ptx)}
+        return {instruction for binary in binaries for instruction in INEXACT.findall(binary.ptx)}
 
     assert not without()
     assert without("eager_numerics.division_rounding") == {"div.full.f32"}
@@ -206,7 +205,7 @@ def test_each_option_is_needed(binaries_of):
 
 @pytest.mark.long
 def test_symbolic_sizes(compiler, interpreter):
-    """Code for any number of rows and columns, run on three."""
+    """Code for any number of rows and columns, run on three shapes."""
     quantizer = quantizers()["tetrajet:fprop.input"]
     assert quantizer.program.spec is not None
     example = arguments(torch.zeros(UNEVEN), quantizer)
@@ -218,33 +217,35 @@ def test_symbolic_sizes(compiler, interpreter):
 
 
 def keys(key: Tensor, step: Tensor) -> tuple[Tensor, ...]:
-    """Derivations by small and large numbers, alone and one after the other."""
+    """Derive keys by small and large salts, alone and one after the other."""
     apart = [derive(key, salt) for salt in (0, 1, 3, 65_539, 2**31 - 1)]
     return (*apart, derive(mix(derive(key, 65_537), step[:2]), 5), derive(derive(key, 3), 40_000))
 
 
 @pytest.mark.long
 def test_keys(computed, binaries_of):
-    """Key arithmetic wraps around at 32 bits, whatever the compiler makes of numbers that it knows."""
+    """Key arithmetic wraps around at 32 bits, also where the compiler folds constants."""
     assert_all_same(computed(keys, (KEY, STEP)), keys(KEY, STEP))
     for gpu in (absent.H200, absent.B200):
         assert_machine_code(binaries_of(gpu, keys, (KEY, STEP)), gpu)
 
 
 def divided(z: Tensor) -> tuple[Tensor, ...]:
-    """By Qmax of E2M1, and by the κ of NVFP4's tensor scale."""
+    """Divide by Qmax of E2M1, and by the κ of NVFP4's tensor scale."""
     return (z / constant(6.0, z), z / constant(2688.0, z))
 
 
-def divided_by_what_is_known(z: Tensor) -> tuple[Tensor, ...]:
+def divided_by_known_tensors(z: Tensor) -> tuple[Tensor, ...]:
     return (z / torch.full_like(z, 6.0), z / torch.full((), 2688.0, device=z.device))
 
 
 @pytest.mark.long
 def test_quotients_by_constants(computed):
-    """Inductor would multiply by the reciprocals, which gives a third of all numbers another last bit."""
+    """Inductor would multiply by the reciprocal, which gives a third of all numbers another last bit."""
     z = 1 + torch.arange(64 * 96).reshape(64, 96) * 2.0**-13
-    expected = tuple((z.double() / number).float() for number in (6, 2688))  # innocuous: 53 bits are twice 24 and more
+    expected = tuple(
+        (z.double() / number).float() for number in (6, 2688)
+    )  # rounding twice is harmless: 53 >= 2·24 + 2
     assert_all_same(computed(divided, (z,)), expected)
-    assert_all_same(divided_by_what_is_known(z), expected)
-    assert not any(map(torch.equal, computed(divided_by_what_is_known, (z,)), expected))
+    assert_all_same(divided_by_known_tensors(z), expected)
+    assert not any(map(torch.equal, computed(divided_by_known_tensors, (z,)), expected))

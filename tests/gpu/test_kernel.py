@@ -1,4 +1,4 @@
-"""The Triton kernel behind the operators of a GPU: values, bytes, machine code."""
+"""The Triton kernel of the operators on a GPU: values, bytes, machine code."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from fp4graph.technique import QUANTIZER_STAGES
 from fp4graph.technique.operands import Operand
 from tests.gpu.cases import KEY, STEP, operands, programs
 from tests.gpu.interpreted import run_generated
-from tests.gpu.test_generated import EVEN, GPUS, UNEVEN, assert_machine_code
+from tests.gpu.test_generated import EVEN, GPUS, UNEVEN, assert_all_same, assert_machine_code
 from tests.helpers.floats import assert_same_bits
-from tests.kernels.quantizers import hostile
-from tests.kernels.test_cpu import ENCODE, GIVEN, PARTS, STOCHASTIC, expected_with, given_for
+from tests.kernels.quantizers import STOCHASTIC, hostile
+from tests.kernels.test_cpu import ENCODE, GIVEN, PARTS, expected_with, given_for
 
 pytestmark = pytest.mark.process
 
-#: What techniques give on a GPU, where no kernel multiplies elements by another scale than they were rounded under.
+#: The numbers that techniques may give on a GPU: its kernels multiply elements by the scale that they were rounded by.
 ON_GPU = tuple(name for name in PARTS if name != "stored")
 GIVEN_ON_GPU = [names for names in GIVEN if "stored" not in names] + [ON_GPU]
 
-#: Numbers that the shipped policies do not have in plain specs, two by two: along rows, along columns.
+#: Pairs of specs, along rows and along columns, with formats and rules that no plain pair of a shipped policy has.
 OTHERS = {
     "encode": (QuantSpec("e2m1", 16, ScaleSpec("e8m3", "nearest_even", "encode")),
                QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", "encode"), ties="away")),
@@ -70,7 +70,8 @@ OTHERS = {
 
 @cache
 def pairs() -> dict[str, tuple[QuantSpec, QuantSpec]]:
-    """Plain specs of one tensor's two operands in the shipped policies, each pair once, and OTHERS."""
+    """Return the specs of the two operands of one tensor under shipped policies, where no technique alters them, each
+    pair once; and OTHERS."""
     sides = {
         "input": (Operand.FPROP_INPUT, Operand.WGRAD_INPUT),
         "weight": (Operand.FPROP_WEIGHT, Operand.DGRAD_WEIGHT),
@@ -79,7 +80,7 @@ def pairs() -> dict[str, tuple[QuantSpec, QuantSpec]]:
     found: dict[str, tuple[QuantSpec, QuantSpec]] = {}
     for (name, program), (side, both) in itertools.product(programs(), sides.items()):
         rows, columns = map(program.operand, both)
-        altered = any(own.at(stage) for own in (rows, columns) for stage in QUANTIZER_STAGES)
+        altered = any(operand.at(stage) for operand in (rows, columns) for stage in QUANTIZER_STAGES)
         if not altered and rows.spec is not None and columns.spec is not None:
             pair = rows.spec, columns.spec
             if not any(map(GPU.unknown, pair)) and pair not in found.values():
@@ -87,8 +88,7 @@ def pairs() -> dict[str, tuple[QuantSpec, QuantSpec]]:
     return {**found, **OTHERS}
 
 
-FEW = ("tetrajet:input",)
-PAIRS = [pytest.param(name, marks=() if name in FEW else pytest.mark.gpu) for name in pairs()]
+PAIRS = [pytest.param(name, marks=() if name == "tetrajet:input" else pytest.mark.gpu) for name in pairs()]
 
 
 def key_of(operand: Operand) -> Tensor:
@@ -110,7 +110,7 @@ def along_rows(x: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def along_columns(x: Tensor, spec: QuantSpec) -> Tensor:
-    """In the layout of x, quantized as the operand that its transpose is."""
+    """Return x in its layout, quantized as the operand xᵀ."""
     return fake_quantize(x.mT, spec, key=COLUMN_KEY).mT
 
 
@@ -122,7 +122,7 @@ def assert_same_bytes(codes: Tensor, scales: Tensor, packed: Packed, value: Tens
 
 
 def cases(rows: QuantSpec, columns: QuantSpec) -> Iterator[Tensor]:
-    """In fp32 what is hard for the rows' spec, in bf16 for the columns'."""
+    """Yield operands that are hard for the rows' spec in fp32, and for the columns' spec in bf16."""
     for dtype, spec in ((torch.float32, rows), (torch.bfloat16, columns)):
         for _, values in operands(UNEVEN, spec):
             yield values.to(dtype)
@@ -131,8 +131,8 @@ def cases(rows: QuantSpec, columns: QuantSpec) -> Iterator[Tensor]:
 @pytest.mark.long
 @pytest.mark.parametrize("name", PAIRS)
 def test_values_and_bytes(name, interpreter):
-    """Along rows, along columns, and along both in one read; bytes of rows beside their values, and of columns beside
-    the rows' values, the values that bytes stand for, and columns of what was packed along rows."""
+    """All operators: values along rows, along columns and along both; bytes along rows with their values, bytes along
+    columns with the rows' values; unpacked values, and columns quantized from bytes of rows."""
     rows, columns = pairs()[name]
     down, along = columnwise(columns), rowwise(rows)
 
@@ -143,10 +143,10 @@ def test_values_and_bytes(name, interpreter):
         beside, other_codes, other_scales = interpreter(
             triton_quantize.quantize_and_pack_columns, Source.of(x), along, down
         )
-        for mine in (first, values, beside, interpreter(triton_quantize.quantize, x, along)):
-            assert_same_bits(mine, in_rows)
-        for mine in (second, interpreter(triton_quantize.quantize, x.mT, down).mT):
-            assert_same_bits(mine, in_columns)
+        for result in (first, values, beside, interpreter(triton_quantize.quantize, x, along)):
+            assert_same_bits(result, in_rows)
+        for result in (second, interpreter(triton_quantize.quantize, x.mT, down).mT):
+            assert_same_bits(result, in_columns)
         packed = pack(x, rows, key=ROW_KEY)
         assert_same_bytes(codes, scales, packed, in_rows)
         assert_same_bytes(other_codes, other_scales, pack(x.mT, columns, key=COLUMN_KEY), in_columns.mT)
@@ -159,7 +159,7 @@ def test_values_and_bytes(name, interpreter):
 
 @pytest.mark.parametrize("shape", [(2, 3, 70, 33), (1, 1), (200, 64), (3, 0), (64, 130)], ids=str)
 def test_shapes(shape, interpreter):
-    """Batches, single elements, several tiles, nothing, columns of a transpose, what is neither rows nor columns."""
+    """Batches, single elements, several tiles, no elements; tensors contiguous along columns, and along no axis."""
     rows, columns = pairs()["tetrajet:grad_output"]
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mT.contiguous().mT
     in_rows, in_columns = along_rows(x, rows), along_columns(x, columns)
@@ -168,29 +168,29 @@ def test_shapes(shape, interpreter):
     )
     assert_same_bits(first, in_rows)
     assert_same_bits(second, in_columns)
-    # fp32 sums of up to 420 numbers, in whatever order: each addition rounds what is below 256 to 24 bits.
+    # fp32 sums of up to 420 numbers in any order: each addition rounds a number below 256 to 24 bits.
     torch.testing.assert_close(sums.sum(0), x.double().flatten(0, -2).sum(0).float(), rtol=0, atol=420 * 2.0**-16)
-    for given in (x, x.repeat_interleave(2, -1)[..., ::2]):
-        assert_same_bits(interpreter(triton_quantize.quantize, given, rowwise(rows)), in_rows)
+    for source in (x, x.repeat_interleave(2, -1)[..., ::2]):
+        assert_same_bits(interpreter(triton_quantize.quantize, source, rowwise(rows)), in_rows)
     packed = interpreter(triton_quantize.quantize_and_pack, Source.of(x), rowwise(rows))
     if x.numel():
         assert_same_bytes(*packed[1:], pack(x, rows, key=ROW_KEY), in_rows)
 
 
-def test_parts_that_are_cast(interpreter):
-    """Columns side by side, in tiles that read several parts, rounded to bf16 as they are read."""
+def test_parts_that_are_cast_as_they_are_read(interpreter):
+    """Parts that lie side by side along columns, so that a tile reads several, are rounded to bf16."""
     rows, columns = pairs()["tetrajet:grad_output"]
     parts = torch.randn(3, 2, 70, 33, generator=torch.Generator().manual_seed(1)).unbind()
     source, x = Source(parts, torch.bfloat16), torch.cat(parts, -1).bfloat16()
     first, second, sums = interpreter(triton_quantize.quantize_both, source, rowwise(rows), columnwise(columns), True)
     values, *packed = interpreter(triton_quantize.quantize_and_pack, source, rowwise(rows))
     beside, *others = interpreter(triton_quantize.quantize_and_pack_columns, source, rowwise(rows), columnwise(columns))
-    for mine in (first, values, beside):
-        assert_same_bits(mine, along_rows(x, rows))
+    for result in (first, values, beside):
+        assert_same_bits(result, along_rows(x, rows))
     assert_same_bits(second, along_columns(x, columns))
     assert_same_bytes(*packed, pack(x, rows, key=ROW_KEY), along_rows(x, rows))
     assert_same_bytes(*others, pack(x.mT, columns, key=COLUMN_KEY), along_columns(x, columns).mT)
-    # fp32 sums of 140 numbers below 8, in whatever order.
+    # fp32 sums of 140 numbers below 8, in any order.
     torch.testing.assert_close(sums.sum(0), x.double().flatten(0, -2).sum(0).float(), rtol=0, atol=140 * 2.0**-16)
 
 
@@ -208,8 +208,8 @@ def divided(x: Tensor, divisor: Tensor) -> Tensor:
 
 
 def test_quotients(interpreter):
-    """IEEE quotients, which NumPy has, of the dividends next to what would round to even and of random ones, by all
-    divisors from 1 to 255 times powers of two."""
+    """IEEE quotients, as NumPy's, by divisors from 1 to 255 times powers of two: of dividends whose quotients are next
+    to midpoints of fp32, and of random dividends."""
     rng, count = np.random.default_rng(0), 2**16
     divisor = np.ldexp(1 + np.arange(count) % 255, rng.integers(-40, 33, count))
     midpoint = rng.integers(2**24, 2**25, count) | 1
@@ -219,11 +219,11 @@ def test_quotients(interpreter):
     anything[:5] = 0.0, -0.0, np.inf, -np.inf, np.nan
     for x in (near, apart, anything):
         due = x / divisor.astype(np.float32)
-        found = interpreter(divided, torch.from_numpy(x), torch.from_numpy(divisor.astype(np.float32)))
-        assert_same_bits(found, torch.from_numpy(due))
+        quotient = interpreter(divided, torch.from_numpy(x), torch.from_numpy(divisor.astype(np.float32)))
+        assert_same_bits(quotient, torch.from_numpy(due))
 
 
-def test_a_line(interpreter):
+def test_a_tensor_of_one_axis(interpreter):
     x, (spec, _) = torch.randn(90, generator=torch.Generator().manual_seed(1)), pairs()["tetrajet:grad_output"]
     assert_same_bits(interpreter(triton_quantize.quantize, x, rowwise(spec)), along_rows(x, spec))
 
@@ -235,21 +235,21 @@ BY_BLOCK = pytest.mark.parametrize("one", [False, True], ids=["one a block", "on
 @BY_BLOCK
 @BY_NAMES
 def test_given_blocks(names, one, interpreter):
-    """As the kernels of a CPU are held to the definition (tests/kernels/test_cpu.py), along rows and along columns."""
+    """Compared with the definition of tests/kernels/test_cpu.py, in tensors contiguous along rows and along columns."""
     generator = torch.Generator().manual_seed(3)
     for spec, dtype in ((STOCHASTIC, torch.float32), (ENCODE, torch.bfloat16)):
         x = hostile((2, 70, 45), 16, dtype)
         given = given_for(x, spec, names, one, generator)
         for layout in (x, x.mT.contiguous().mT):
-            mine = interpreter(triton_quantize.quantize, layout, rowwise(spec, Blocks(**given)))
-            assert_same_bits(mine, expected_with(x, spec, given, ROW_KEY))
+            result = interpreter(triton_quantize.quantize, layout, rowwise(spec, Blocks(**given)))
+            assert_same_bits(result, expected_with(x, spec, given, ROW_KEY))
 
 
 @pytest.mark.long
 @BY_BLOCK
 @BY_NAMES
 def test_given_blocks_of_both_directions(names, one, interpreter):
-    """To each direction its own, in one read; and what is packed, with one factor for all that it is unpacked with."""
+    """Each direction has its numbers, in one read. Bytes are unpacked with one factor for the whole tensor."""
     encode = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", "encode"), "nearest", "up")
     generator = torch.Generator().manual_seed(4)
     for rows, columns, dtype in ((STOCHASTIC, encode, torch.float32), (encode, STOCHASTIC, torch.bfloat16)):
@@ -262,7 +262,7 @@ def test_given_blocks_of_both_directions(names, one, interpreter):
         first, second, _ = interpreter(triton_quantize.quantize_both, Source.of(x), *arguments, False)
         assert_same_bits(first, due[0])
         assert_same_bits(second.mT, due[1])
-        if one and names in (("divisor",), ("factor",)):  # a block's own statistic tells of its NaN
+        if one and names in (("divisor",), ("factor",)):  # Direction.packs: the computed statistic shows NaN
             first, codes, scales = interpreter(triton_quantize.quantize_and_pack_columns, Source.of(x), *arguments)
             assert_same_bits(first, due[0])
             stored = Bytes(codes, scales, columns, x.shape[-2], x.dtype)
@@ -270,7 +270,7 @@ def test_given_blocks_of_both_directions(names, one, interpreter):
             assert_same_bits(values, due[1])
 
 
-#: Which tensors each operator hands to the kernel.
+#: The tensors that each operator passes to the kernel.
 _BOTH_GIVEN = ("rows_divisor", "rows_factor", "columns_divisor", "columns_factor")
 USES = {
     "quantize": ("parts", "row_values"),
@@ -287,34 +287,31 @@ USES = {
     "quantize_both, given": ("parts", "row_values", "column_values", "column_sums", *_BOTH_GIVEN),
     "quantize_and_pack_columns, given": ("parts", "row_values", "column_codes", "column_scales", *_BOTH_GIVEN),
 }
-
-
 GIVEN_FOR = {side: tuple(f"{side}_{name}" for name in ON_GPU) for side in ("rows", "columns")}
 EACH = {"EACH_R": "rows", "EACH_C": "columns"}
 
 
 @pytest.mark.parametrize("operator", USES)
 @pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == FEW[0] else pytest.mark.gpu) for n in pairs()])
+@pytest.mark.parametrize("name", PAIRS)
 def test_machine_code(name, gpu, operator, compiler):
     rows, columns = pairs()[name]
     binary = compiler(compiled, gpu, rows, columns, operator)
-    divides = any(spec.scale.format.mantissa_bits for spec in (rows, columns))  # by other numbers than powers of two
+    divides = any(spec.scale.format.mantissa_bits for spec in (rows, columns))  # else scales are powers of two
     assert_machine_code([binary], gpu, allowed=("fma.rn.f32",) if divides else ())
     assert binary.registers <= 255
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("operator", "most"), [("quantize", 8), ("quantize columns", 16), ("quantize_both", 24)])
-def test_divisions(operator, most, compiler):
-    """Of the 32 elements that a thread holds of each tile, none is divided by IEEE's division, which takes 18
-    instructions: only the numbers of the blocks are."""
+def test_only_numbers_of_blocks_are_divided_by_the_slow_division(operator, most, compiler):
+    """IEEE's division takes 18 instructions. The 32 elements of a tile in a thread are divided in another way."""
     binary = compiler(compiled, absent.H200, *pairs()["nvfp4:input"], operator)
     assert binary.ptx.count("div.rn.f32") <= most
 
 
 def compiled(gpu: absent.Gpu, rows: QuantSpec, columns: QuantSpec, operator: str) -> absent.Binary:
-    """The kernel as an operator launches it on or for a bf16 tensor."""
+    """Compile the kernel as an operator launches it for a bf16 tensor."""
     used = USES[operator]
     specs = {
         "P": rows if "codes" in used else None,
@@ -336,8 +333,8 @@ def compiled(gpu: absent.Gpu, rows: QuantSpec, columns: QuantSpec, operator: str
     }
     pointers = {**{name: types[name] for name in used}, "key": "*i32", "step": "*i32"}
     absent_ones = {name: None for name in types if name not in used}
-    one = "source_factor" in used or "columns_factor" in used  # of a tensor's scale, else for each block
-    each = {name: tuple(part in used and not one for part in GIVEN_FOR[side]) for name, side in EACH.items()}
+    of_tensor = "source_factor" in used or "columns_factor" in used  # one number for all blocks, as a tensor scale
+    each = {name: tuple(part in used and not of_tensor for part in GIVEN_FOR[side]) for name, side in EACH.items()}
     sizes = {"row_salts": ("i32",), "column_salts": ("i32",), "M": "i32", "K": "i32", "width": "i32"}
     formats = {name: None if spec is None else constants(spec) for name, spec in specs.items()}
     tiles = {"THROUGH": triton_quantize.THROUGH[torch.bfloat16], "TILE": TILE}
@@ -352,8 +349,8 @@ def compiled(gpu: absent.Gpu, rows: QuantSpec, columns: QuantSpec, operator: str
     [pytest.param(d, marks=() if d is torch.bfloat16 else pytest.mark.gpu) for d in sorted(GPU.dtypes, key=str)],
     ids=str,
 )
-def test_in_a_compiled_graph(dtype, compiler):
-    """An operator between what Inductor fuses before and after it, whatever the layout that it reads."""
+def test_operators_in_a_compiled_graph(dtype, compiler):
+    """Inductor calls each operator once, between the two kernels that it fuses from the other operations."""
     x = torch.zeros(EVEN, dtype=dtype)
     generated = compiler(absent.generate, absent.H200, in_a_graph, (x, KEY, STEP), EXACT)
     for operator in ("quantize_both", "quantize_and_pack", "requantize"):
@@ -371,19 +368,18 @@ def in_a_graph(x: Tensor, key: Tensor, step: Tensor) -> tuple[Tensor, ...]:
     return values, packed.requantized(columns, draw.salted(2))
 
 
-def test_what_is_read_where_it_lies_is_not_written(compiler, interpreter):
-    """A concatenation of tensors in memory, and a cast of an input: Inductor writes no kernel, and bits stay."""
+def test_for_concatenations_in_memory_and_casts_of_inputs_no_kernel_is_generated(compiler, interpreter):
+    """Operators read the tensors where they lie, and give the same bits."""
     generator = torch.Generator().manual_seed(6)
     dy, w = torch.randn(3, 70, 48, generator=generator).bfloat16(), torch.randn(96, 48, generator=generator)
     args = *dy.unbind(), w, KEY, STEP
     generated = compiler(with_all_options, args)
     assert ".run(" not in generated.source
-    for mine, due in zip(interpreter(run_generated, generated, args), side_by_side(*args), strict=True):
-        assert_same_bits(mine, due)
+    assert_all_same(interpreter(run_generated, generated, args), side_by_side(*args))
 
 
 def with_all_options(args: tuple[Tensor, ...]) -> absent.Generated:
-    """What Inductor writes under all that it is given for a GPU. For a worker process."""
+    """Generate code under all options that Inductor gets for a GPU. For a worker process."""
     return absent.generate(absent.H200, side_by_side, args, patches({}, on_gpu=True))
 
 
@@ -400,7 +396,7 @@ def side_by_side(q: Tensor, k: Tensor, v: Tensor, w: Tensor, key: Tensor, step: 
     return first, second, *(tensor for values, packed in both for tensor in (values, packed.unpack()))
 
 
-def test_what_the_kernels_serve():
+def test_specs_that_the_kernels_support():
     assert GPU.unknown(QuantSpec()) is None
     for spec in (QuantSpec(block="row", scale=ScaleSpec("fp32")), QuantSpec(block=(16, 16)), QuantSpec(block=48)):
         assert GPU.unknown(spec)

@@ -1,4 +1,4 @@
-"""The program of a block for a card that is not there, and what is counted in it."""
+"""Counts of kernels, bytes and FLOPs in the program of a block for an absent card."""
 
 from __future__ import annotations
 
@@ -29,50 +29,49 @@ def counted(compiler: Any, policy: str, block: str = "trial-vit", linears: bool 
 
 
 @pytest.mark.long
-def test_a_block(compiler):
-    """Its products are three for each linear, each of which reads its factors and writes its result in bf16."""
-    found = counted(compiler, "unquantized")
-    assert found["gemms"] == 3 * len(LINEARS)
-    assert found["gemm_flops"] == {"bfloat16": sum(3 * 2 * TOKENS * k * n for k, n in LINEARS)}
+def test_counts_of_an_unquantized_block(compiler):
+    """Each linear has three products, which read their factors and write their result in bf16."""
+    counts = counted(compiler, "unquantized")
+    assert counts["gemms"] == 3 * len(LINEARS)
+    assert counts["gemm_flops"] == {"bfloat16": sum(3 * 2 * TOKENS * k * n for k, n in LINEARS)}
     elements = sum(3 * (TOKENS * k + k * n + TOKENS * n) + n for k, n in LINEARS)  # fprop adds a bias
-    assert found["gemm_bytes"] == 2 * elements
-    assert found["key_launches"] == 0
-    assert found["launches"] >= found["distinct_kernels"] > 0
-    # Norms read the fp32 stream and their own result, attention its factors and result, GELU and both MLP products
-    # theirs: no more than the activations that the block makes.
-    assert 2 * TOKENS * 4 * WIDTH < found["saved_bytes"] < 4 * TOKENS * 20 * WIDTH
+    assert counts["gemm_bytes"] == 2 * elements
+    assert counts["key_launches"] == 0
+    assert counts["launches"] >= counts["distinct_kernels"] > 0
+    # The backward of norms, attention, GELU and the products reads their inputs and some results: at most the
+    # activations of the block.
+    assert 2 * TOKENS * 4 * WIDTH < counts["saved_bytes"] < 4 * TOKENS * 20 * WIDTH
 
 
 @pytest.mark.long
 def test_a_policy_reads_and_writes_more(compiler):
-    own, baseline = counted(compiler, "mxfp4-fprop"), counted(compiler, "unquantized")
-    assert all(own[name] == baseline[name] for name in ("gemms", "gemm_flops", "gemm_bytes"))
+    counts, baseline = counted(compiler, "mxfp4-fprop"), counted(compiler, "unquantized")
+    assert all(counts[name] == baseline[name] for name in ("gemms", "gemm_flops", "gemm_bytes"))
     weights = sum(k * n for k, n in LINEARS)
-    assert own["bytes"] > baseline["bytes"] + 2 * weights  # at least another read of every weight
-    assert compared(own, baseline, RATES["H200"])["estimate"] > 1
+    assert counts["bytes"] > baseline["bytes"] + 2 * weights  # at least another read of every weight
+    assert compared(counts, baseline, RATES["H200"])["estimate"] > 1
 
 
 @pytest.mark.long
-def test_kernels(compiler):
-    """Operands are quantized by one launch each, dY by one for both directions; no launch is for a key."""
-    own, baseline = counted(compiler, "tetrajet"), counted(compiler, "unquantized")
-    assert own["key_launches"] == 0
+def test_one_launch_quantizes_an_operand_or_both_directions_of_dy(compiler):
+    counts, baseline = counted(compiler, "tetrajet"), counted(compiler, "unquantized")
+    assert counts["key_launches"] == 0
     added = 6 * len(LINEARS)  # X and W in the forward, and again in the backward, dY, and the last sum for the bias
-    assert own["launches"] <= baseline["launches"] + added
-    assert own["distinct_kernels"] <= 1.5 * baseline["distinct_kernels"]
-    # Inputs and weights are kept as bytes, the block's other activations as they are. Of 4-bit codes and a scale for 32
-    # of them, bf16 is 3.76 times as much.
+    assert counts["launches"] <= baseline["launches"] + added
+    assert counts["distinct_kernels"] <= 1.5 * baseline["distinct_kernels"]
+    # Inputs and weights are kept as bytes, other activations as in the baseline. bf16 takes 3.76 times as many bytes as
+    # 4-bit codes with a scale for 32 of them.
     saved = sum(TOKENS * k for k, _ in LINEARS) * 2
-    assert own["saved_bytes"] < baseline["saved_bytes"] - saved * (1 - 1 / 3.76) / 2
+    assert counts["saved_bytes"] < baseline["saved_bytes"] - saved * (1 - 1 / 3.76) / 2
 
 
-#: Of ViT-B's block, as docs/figures.md states: bytes to those of the unquantized program, what they must stay
-#: below, launches, and distinct kernels to those of the unquantized program.
+#: Of ViT-B's block: the ratio of bytes to the unquantized program's in docs/figures.md, its upper bound, launches, and
+#: the ratio of distinct kernels.
 FIGURES = {
     "tetrajet": (1.256, 1.28, 44, 0.85),
     "microscaling": (1.256, 1.28, 44, 0.85),
     "nvfp4": (1.257, 1.28, 44, 0.85),
-    # With a tensor scale. 8 of its launches are GEMMs; it has a kernel for γ of each size of tensor.
+    # With a tensor scale: 8 launches are GEMMs, and each size of tensor has a kernel for γ.
     "nvfp4-best": (1.339, 1.36, 71, 1.54),
 }
 
@@ -80,37 +79,36 @@ FIGURES = {
 @pytest.mark.gpu
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", FIGURES)
-def test_the_default_case(policy, compiler):
+def test_figures_of_vit_b(policy, compiler):
     baseline = counted(compiler, "unquantized", "vit-b", linears=True)
     assert baseline["bytes"] == pytest.approx(1411e6, rel=0.01)  # Inductor's versions differ in what they fuse
     assert baseline["gemms"] == 12
-    found = compared(counted(compiler, policy, "vit-b", linears=True), baseline, RATES["H200"])
+    figures = compared(counted(compiler, policy, "vit-b", linears=True), baseline, RATES["H200"])
     stated, most, launches, kernels = FIGURES[policy]
-    assert found["ratio"] == pytest.approx(stated, rel=0.01)
-    assert found["ratio"] <= most
-    assert found["launches"] == pytest.approx(launches, abs=3)
-    assert found["key_launches"] == 0
-    assert found["gemms"] == 12
-    assert found["linears_saved_ratio"] <= 0.29
-    assert found["kernels_ratio"] == pytest.approx(kernels, abs=0.1)
+    assert figures["ratio"] == pytest.approx(stated, rel=0.01)
+    assert figures["ratio"] <= most
+    assert figures["launches"] == pytest.approx(launches, abs=3)
+    assert figures["key_launches"] == 0
+    assert figures["gemms"] == 12
+    assert figures["linears_saved_ratio"] <= 0.29
+    assert figures["kernels_ratio"] == pytest.approx(kernels, abs=0.1)
 
 
 @pytest.mark.gpu
-def test_a_tensor_scale(compiler):
-    """Largest magnitudes are found where tensors are made, and no GEMM but those of the weights' gradients writes its
-    accumulator: the policy moves little more than the same one without the scale."""
+def test_a_tensor_scale_adds_few_bytes(compiler):
+    """The amax of most tensors is computed where they are made, and only the GEMMs of wgrad write their accumulator."""
     plain, scaled = counted(compiler, "nvfp4", "vit-b"), counted(compiler, "nvfp4-best", "vit-b")
     tokens, width = 32 * 197, 768
     read_again = 2 * tokens * 4 * width  # the output of attention, and the three of its backward
     accumulators = 4 * 12 * width**2  # written and read, 4 bytes instead of 2
-    casts = 4 * (12 * width**2 + tokens * width)  # of weights and dY, which the search writes in bf16
+    casts = 4 * (12 * width**2 + tokens * width)  # of weights and dY, which the search for the amax writes in bf16
     due = plain["bytes"] + read_again + accumulators + casts
     assert scaled["bytes"] == pytest.approx(due, rel=0.01)
 
 
 @pytest.mark.gpu
-def test_a_held_scale(compiler):
-    """It is computed for the operand, and once more to be kept; Inductor sees that both are one."""
+def test_a_held_scale_is_computed_once(compiler):
+    """The operand and the state both need it; Inductor merges the two computations."""
     assert counted(compiler, "ue5m3-d50", "vit-b")["launches"] == pytest.approx(149, abs=3)
 
 
@@ -120,21 +118,18 @@ DEEP = {"tetrajet": 1.5, "microscaling": 1.5, "nvfp4": 1.5}
 @pytest.mark.gpu
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("block", ["trial-vit-3", pytest.param("deit-tiny-12", marks=pytest.mark.long)])
-def test_kernels_to_compile(block, compiler):
-    """Whose number does not grow with the depth of a model, and is not much more than without quantizers."""
+def test_the_number_of_kernels_to_compile_is_close_to_the_unquantized_models(block, compiler):
+    """At every depth of the model."""
     baseline = counted(compiler, "unquantized", block)
     for policy, most in DEEP.items():
-        found = counted(compiler, policy, block)
-        assert found["gemms"] == baseline["gemms"]
-        assert found["distinct_kernels"] <= most * baseline["distinct_kernels"]
-        assert found["source_bytes"] <= most * baseline["source_bytes"]
+        counts = counted(compiler, policy, block)
+        assert counts["gemms"] == baseline["gemms"]
+        assert counts["distinct_kernels"] <= most * baseline["distinct_kernels"]
+        assert counts["source_bytes"] <= most * baseline["source_bytes"]
 
 
 def products(policy: str) -> tuple[dict[str, int], list[Kernel]]:
-    """Return the FLOPs of the products in the program of an fp32 block by the dtype that they read, and the products.
-
-    For a worker process.
-    """
+    """Return the FLOPs of an fp32 block's products by the dtype of their factors, and the products. For a worker."""
     block = BLOCKS["trial-vit"]
     made = program(block.module(), block.inputs(), policy, GPUS["H200"], torch.float32)
     return dict(made.flops), [kernel for kernel in made.kernels if kernel.kind == "gemm"]
@@ -154,8 +149,7 @@ def test_an_fp32_block_multiplies_bf16_and_writes_fp32(policy, rotations, compil
     assert len(gemms) - len(short) == rotations
 
 
-def test_calls_that_share_a_kernel():
-    """Those that differ in tensors and salts alone."""
+def test_calls_that_differ_in_tensors_and_salts_alone_share_a_kernel():
     call = "torch.ops.fp4graph.quantize_both.default"
     first = f"buf1 = {call}(buf0, '{{a}}', '{{b}}', primals_1, primals_2, [4], [6], [], [buf7, None], True)"
     others = [
@@ -164,19 +158,18 @@ def test_calls_that_share_a_kernel():
         first.replace("[buf7, None]", "[None, None]"),
         first.replace("True", "False"),
     ]
-    names = [set(_variants(one)) for one in (first, *others)]
+    names = [set(_variants(line)) for line in (first, *others)]
     assert all(len(name) == 1 for name in names)
     assert names[0] == names[1]
     assert len(set().union(*names)) == 4
     assert not set(_variants("extern_kernels.mm(buf0, buf1, out=buf2)"))
 
 
-def test_the_estimate():
-    """Products at their rate, the other bytes at the bandwidth."""
+def test_the_estimate_adds_the_time_of_products_and_of_all_other_bytes():
     baseline = {"bytes": 30, "gemm_bytes": 10, "gemm_flops": {"bfloat16": 8}, "distinct_kernels": 4}
     baseline |= {"saved_bytes": 6, "saved_parameter_bytes": 2, "linears_saved_bytes": 5}
-    own = {**baseline, "bytes": 60, "saved_bytes": 2, "linears_saved_bytes": 1}
-    result = compared(own, baseline, Rates(bytes=10.0, flops={"bfloat16": 4.0}))
+    counts = {**baseline, "bytes": 60, "saved_bytes": 2, "linears_saved_bytes": 1}
+    result = compared(counts, baseline, Rates(bytes=10.0, flops={"bfloat16": 4.0}))
     assert (result["seconds"], result["baseline_seconds"]) == (2 + 5, 2 + 2)
     assert (result["estimate"], result["ratio"], result["saved_ratio"]) == (7 / 4, 2.0, 0.5)
     assert result["linears_saved_ratio"] == 0.2

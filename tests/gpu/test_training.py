@@ -1,4 +1,4 @@
-"""A product's forward and backward with the kernels of a GPU, interpreted, beside the same on the CPU."""
+"""Forward and backward of a site by the interpreted kernels of a GPU, compared with the CPU."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tests.helpers.floats import assert_same_bits
 
 pytestmark = pytest.mark.process
 
-#: dY both ways and the inputs packed along rows (tetrajet), or along columns from the originals.
+#: dY is quantized in both directions; bytes of X and W are kept along rows (tetrajet) or along columns.
 POLICIES = ("tetrajet", "microscaling", "mxfp4-full-hadamard", pytest.param("nvfp4", marks=pytest.mark.gpu))
-#: A tensor scale; 2-D blocks; a range guard beside rotations; one block; lines as blocks.
+#: Policies with a tensor scale, 2-D blocks, a range guard with rotations, one block per tensor or line.
 WITH_TECHNIQUES = [
     pytest.param(name, marks=() if name in ("nvfp4-best", "int4-per-tensor") else pytest.mark.gpu)
     for name in ("nvfp4-best", "nvfp4-te", "mxfp4-rht-sr", "int4-per-tensor", "wang-dge", "ue5m3-best", "quartet")
@@ -34,15 +34,15 @@ OPERATORS = ("quantize", "quantize_and_pack", "quantize_both", "quantize_and_pac
 
 
 def factors(dtype: torch.dtype) -> list[Tensor]:
-    """A, B, an addend and dY of sizes that blocks do not divide, in small whole numbers: all sums are exact in fp32,
-    so that their order, which goes by the layout of the operands, does not matter."""
+    """Return A, B, an addend and dY, of sizes that blocks do not divide, in small whole numbers: all sums are exact in
+    fp32, so that their order, which depends on the layout of the operands, does not matter."""
     generator = torch.Generator().manual_seed(5)
     shapes = [(75, 90), (70, 90), (70,), (75, 70)]
     return [torch.randint(-6, 7, shape, generator=generator).to(dtype) for shape in shapes]
 
 
 def trained(policy: str, dtype: torch.dtype, needs: tuple[bool, bool]) -> list[Tensor]:
-    """The product and the gradients of a site of ``policy``."""
+    """Return the output and the gradients of a site under ``policy``."""
     program = dict(programs())[policy]
     a, b, addend, dy = factors(dtype)
     a, b = a.requires_grad_(needs[0]), b.requires_grad_(needs[1])
@@ -52,7 +52,7 @@ def trained(policy: str, dtype: torch.dtype, needs: tuple[bool, bool]) -> list[T
 
 
 def trained_by_triton(policy: str, dtype: torch.dtype, needs: tuple[bool, bool]) -> tuple[list[Tensor], list[str]]:
-    """:func:`trained` as on a GPU, and the operators that ran. For the process of the interpreter."""
+    """Return the results of :func:`trained` as on a GPU, and the operators that ran. For the interpreter's process."""
     from fp4graph.kernels import triton_product, triton_quantize
 
     ran: list[str] = []
@@ -66,27 +66,27 @@ def trained_by_triton(policy: str, dtype: torch.dtype, needs: tuple[bool, bool])
 
         return run
 
-    own = torch.library.Library("fp4graph", "IMPL")
+    library = torch.library.Library("fp4graph", "IMPL")
     for name in (*OPERATORS, "scaled_product"):
-        own.impl(name, counted(name), "CPU", allow_override=True)
+        library.impl(name, counted(name), "CPU", allow_override=True)
     machine.available_on_gpu = lambda: True
     try:
         with as_on_a_gpu():
             return trained(policy, dtype, needs), sorted(ran)
     finally:
-        own._destroy()
+        library._destroy()
 
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """The program of a GPU on tensors of the CPU: tensor code, where its operators have no kernel."""
-    has_none = mock.patch.object(gpu, "_has_bfloat16", return_value=False)  # of an fp32 model's products
-    with traced_for("cuda"), has_none, mock.patch.multiple(torch, mm=on_a_cpu(torch.mm), bmm=on_a_cpu(torch.bmm)):
+    """Run the program for a GPU on CPU tensors, by tensor code where operators have no kernel."""
+    in_fp32 = mock.patch.object(gpu, "_has_bfloat16", return_value=False)  # an fp32 model's products
+    with traced_for("cuda"), in_fp32, mock.patch.multiple(torch, mm=on_a_cpu(torch.mm), bmm=on_a_cpu(torch.bmm)):
         yield
 
 
 def on_a_cpu(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A product with an ``out_dtype``, which torch has for GPUs alone. All sums here are exact in fp32."""
+    """Return ``product`` with an ``out_dtype``, which torch has for GPUs alone. All sums here are exact in fp32."""
 
     def run(left: Tensor, right: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         wanted = left.dtype if out_dtype is None else out_dtype
@@ -100,23 +100,23 @@ USED = {
     "microscaling": ["quantize_and_pack_columns", "quantize_and_pack_columns", "quantize_both", "unpack", "unpack"],
 }
 USED["nvfp4"] = USED["microscaling"]
-USED["mxfp4-full-hadamard"] = ["quantize"] * 6  # rotations part the two directions of every operand
-# A tensor scale changes nothing: γ is given to the kernel, and waits beside the bytes.
+USED["mxfp4-full-hadamard"] = ["quantize"] * 6  # rotations give the two directions of a tensor different values
+# A tensor scale needs no other operators: the kernel divides by γ, and the bytes are kept with it.
 USED["nvfp4-best"] = USED["ue5m3-best"] = USED["microscaling"]
 USED["nvfp4-te"] = USED["quartet"] = ["quantize"] * 6  # 2-D blocks, rotations
 USED["mxfp4-rht-sr"] = ["quantize"] * 4  # fprop is in high precision
 USED["int4-per-tensor"] = ["quantize"] * 4 + ["quantize_both"]  # scales of a whole tensor are not packed
-#: Products with a scalar on their accumulators: of a tensor scale, or of a range guard.
+USED["wang-dge"] = []  # tensor code quantizes blocks that are lines
+#: The number of products whose accumulator is multiplied by a scalar, from a tensor scale or a range guard.
 SCALED = {"nvfp4-best": 3, "ue5m3-best": 3, "nvfp4-te": 3, "mxfp4-rht-sr": 2, "quartet": 2}
-USED["wang-dge"] = []  # lines as blocks are tensor code, which reads them once
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.gpu)], ids=str)
 @pytest.mark.parametrize("policy", [*POLICIES, *WITH_TECHNIQUES])
 def test_a_site(policy, dtype, interpreter):
-    """To the bits of the CPU's kernels, or of tensor code where a CPU adds up otherwise: a GPU rotates by a product
-    with H; and quotients by encode scales of NVFP4 have no exact sums in fp32."""
-    mine, ran = interpreter(trained_by_triton, policy, dtype, (True, True))
+    """The bits are those of the CPU's kernels, or of the program for a GPU by tensor code where a CPU sums in another
+    order: in rotations, and in fp32 products with a scalar, whose sums need not be exact."""
+    results, ran = interpreter(trained_by_triton, policy, dtype, (True, True))
     quantizers = [name for name in ran if name != "scaled_product"]
     assert quantizers == USED[policy]
     assert len(ran) - len(quantizers) == (SCALED.get(policy, 0) if dtype is torch.bfloat16 else 0)
@@ -125,25 +125,24 @@ def test_a_site(policy, dtype, interpreter):
     rounds = policy in SCALED and dtype is torch.float32
     with as_on_a_gpu() if rotates or rounds else nullcontext():
         expected = trained(policy, dtype, (True, True))
-    for one, due in zip(mine, expected, strict=True):
-        assert_same_bits(one, due)
+    for result, due in zip(results, expected, strict=True):
+        assert_same_bits(result, due)
 
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True)], ids=["input", "weight"])
 @pytest.mark.parametrize("policy", ["tetrajet", "microscaling"])
-def test_one_gradient(policy, needs, interpreter):
-    """What only the other gradient would read is neither packed nor quantized."""
-    mine, ran = interpreter(trained_by_triton, policy, torch.bfloat16, needs)
+def test_operands_of_a_gradient_that_is_not_needed_are_not_quantized(policy, needs, interpreter):
+    results, ran = interpreter(trained_by_triton, policy, torch.bfloat16, needs)
     assert len(ran) == 4  # two operands of the forward, two of the backward
     assert "quantize_both" not in ran
-    for one, due in zip(mine, trained(policy, torch.bfloat16, needs), strict=True):
-        assert_same_bits(one, due)
+    for result, due in zip(results, trained(policy, torch.bfloat16, needs), strict=True):
+        assert_same_bits(result, due)
 
 
 @pytest.mark.parametrize("name", ["quantize_both", "quantize_and_pack_columns"])
 @pytest.mark.parametrize("given", [False, True], ids=["alone", "given"])
 def test_both_directions_on_a_cpu(name, given):
-    """The CPU's implementation of the operators for two directions, which policies do not use there."""
+    """The CPU's implementation of operators for two directions, which no policy uses on a CPU."""
     program = dict(programs())["tetrajet"]
     rows, columns = program.dgrad.left.spec, program.wgrad.left.spec
     assert rows is not None
@@ -152,8 +151,8 @@ def test_both_directions_on_a_cpu(name, given):
     # A divisor that rounds, and a factor.
     numbers = ((1.7, 0.5), (0.3, 4.0))
     parts = [Blocks(torch.tensor([d]), factor=torch.tensor([f])) if given else Blocks() for d, f in numbers]
-    about = zip((rows, columns), (3, 5), parts, strict=True)
-    arguments = [(spec.to_text(), KEY, STEP, [salt], *part) for spec, salt, part in about]
+    directions = zip((rows, columns), (3, 5), parts, strict=True)
+    arguments = [(spec.to_text(), KEY, STEP, [salt], *part) for spec, salt, part in directions]
     operator = getattr(torch.ops.fp4graph, name)
     in_rows = torch.ops.fp4graph.quantize(x, *arguments[0])
     in_columns = torch.ops.fp4graph.quantize(x.mT, *arguments[1])
