@@ -128,10 +128,16 @@ def programs() -> list[tuple[str, MatmulProgram]]:
 
 
 @cache
-def quantizers() -> dict[str, Quantizer]:
-    """Return the quantizers of all programs, each once, named after the first operand that has it."""
+def quantizers(later_rules: bool = False) -> dict[str, Quantizer]:
+    """Return the quantizers of the programs, each once, named after the first operand that has it.
+
+    Args:
+        later_rules: whether to include quantizers that only a later rule of a policy has; docs/gpu.md counts the rest.
+    """
     named: dict[tuple[OperandProgram, bool], tuple[str, Quantizer]] = {}
     for name, program in programs():
+        if "," in name and not later_rules:
+            continue
         for operand in Operand:
             # As in ops/matmul.py: the contraction axis of these operands is not the last axis in memory.
             transposed = operand in (Operand.DGRAD_WEIGHT, Operand.WGRAD_GRAD_OUTPUT, Operand.WGRAD_INPUT)

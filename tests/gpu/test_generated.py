@@ -44,7 +44,8 @@ SPILLS = 0 if TRITON >= (3, 9) else 8 if TRITON >= (3, 8) else 10**6
 FEW = ("tetrajet:fprop.input", "microscaling:dgrad.weight")
 #: Quantizers with exponentials and logarithms, whose last bits differ between devices.
 INEXACT_BY_NAME = ("smooth_max:",)
-NAMES = [pytest.param(name, marks=() if name in FEW else pytest.mark.gpu) for name in quantizers()]
+QUANTIZERS = quantizers(later_rules=True)
+NAMES = [pytest.param(name, marks=() if name in FEW else pytest.mark.gpu) for name in QUANTIZERS]
 GPUS = [pytest.param(gpu, id=f"sm_{gpu.capability}") for gpu in (absent.H200, absent.B200)]
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 
@@ -106,7 +107,7 @@ def binaries_of(compiler):
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.values[0].startswith(INEXACT_BY_NAME)])
 def test_values(name, dtype, compiler, interpreter):
     """Every quantizer of every shipped policy and technique; in fp32, on operands that blocks do not divide."""
-    quantizer = quantizers()[name]
+    quantizer = QUANTIZERS[name]
     assert quantizer.program.spec is not None
     generated = None
     for kind, values in operands(UNEVEN if dtype is torch.float32 else EVEN, quantizer.program.spec):
@@ -121,9 +122,9 @@ def test_values(name, dtype, compiler, interpreter):
 
 @pytest.mark.long
 @pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == FEW[0] else pytest.mark.gpu) for n in quantizers()])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == FEW[0] else pytest.mark.gpu) for n in QUANTIZERS])
 def test_machine_code(name, gpu, binaries_of):
-    quantizer = quantizers()[name]
+    quantizer = QUANTIZERS[name]
     args = arguments(memory(torch.zeros(EVEN), quantizer, torch.bfloat16), quantizer)
     assert_machine_code(binaries_of(gpu, quantizer, args), gpu, exact=not name.startswith(INEXACT_BY_NAME))
 
@@ -133,7 +134,7 @@ def test_machine_code(name, gpu, binaries_of):
 @pytest.mark.parametrize("name", FEW)
 def test_machine_code_of_every_configuration(name, gpu, compiler):
     """At the size of a ViT-Base layer, all configurations among which autotuning chooses on a card."""
-    quantizer = quantizers()[name]
+    quantizer = QUANTIZERS[name]
     args = arguments(memory(torch.zeros(768, 3072), quantizer, torch.bfloat16), quantizer)
     generated = compiler(absent.generate, gpu, quantizer, args, EXACT)
     binaries = compiler(absent.compile_generated, gpu, generated, every=True)
@@ -143,9 +144,9 @@ def test_machine_code_of_every_configuration(name, gpu, compiler):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize("name", [name for name, each in quantizers().items() if each.program.has_gradient_factor])
+@pytest.mark.parametrize("name", [name for name, each in QUANTIZERS.items() if each.program.has_gradient_factor])
 def test_machine_code_of_gradient_factors(name, gpu, binaries_of):
-    quantizer = quantizers()[name]
+    quantizer = QUANTIZERS[name]
     args = arguments(memory(torch.zeros(EVEN), quantizer), quantizer)
     assert_machine_code(binaries_of(gpu, GradientFactor(quantizer), args), gpu, exact=False)
 
@@ -162,11 +163,11 @@ def test_rotations(name, computed, binaries_of):
 
 
 def test_every_technique_that_acts_on_tensors_is_tested_here():
-    """The second rule of a policy counts too."""
-    assert {"tetrajet-v2:fprop.input", "tetrajet-v2, experts:fprop.input"} <= quantizers().keys()
+    """So are quantizers that only a later rule of a policy has."""
+    assert {"tetrajet-v2:fprop.input", "tetrajet-v2, experts:fprop.input"} <= QUANTIZERS.keys()
     shipped = {t for t in default_registry().techniques.values() if t.__module__.startswith("fp4graph_plugins.")}
     in_graphs = {t.name for t in shipped if {*stages_of(t)} & {*QUANTIZER_STAGES, *GRADIENT_STAGES}}
-    used = {part.name for each in quantizers().values() for part in each.program.parts}
+    used = {part.name for each in QUANTIZERS.values() for part in each.program.parts}
     assert in_graphs <= used
     assert {"hadamard"} == {t.name for each in rotations().values() for t in each.gemm.transforms}
 
@@ -190,7 +191,7 @@ def test_the_cast_between_two_quantizers_stays(computed):
 @pytest.mark.gpu
 def test_each_option_of_exactness_is_needed(binaries_of):
     """Without it, the code of a stochastic quantizer has these inexact instructions."""
-    quantizer = quantizers()["tetrajet:dgrad.grad_output"]
+    quantizer = QUANTIZERS["tetrajet:dgrad.grad_output"]
 
     def without(*options):
         kept = {name: value for name, value in EXACT.items() if name not in options}
@@ -206,7 +207,7 @@ def test_each_option_of_exactness_is_needed(binaries_of):
 @pytest.mark.long
 def test_symbolic_sizes(compiler, interpreter):
     """Code for any number of rows and columns, run on three shapes."""
-    quantizer = quantizers()["tetrajet:fprop.input"]
+    quantizer = QUANTIZERS["tetrajet:fprop.input"]
     assert quantizer.program.spec is not None
     example = arguments(torch.zeros(UNEVEN), quantizer)
     generated = compiler(absent.generate, absent.H200, quantizer, example, EXACT, dynamic=True)

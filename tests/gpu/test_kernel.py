@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,6 +122,24 @@ def assert_same_bytes(codes: Tensor, scales: Tensor, packed: Packed, value: Tens
     assert_same_bits(unpack(replace(packed, codes=codes, scales=scales)), value)
 
 
+def check_operators(
+    interpreter: Callable[..., Any], source: Source, rows: QuantSpec, columns: QuantSpec, sums: bool = True
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Compare the operators that read several parts with tensor code: values along rows and along columns, and bytes of
+    each beside the values along rows. Return sums of columns, and the bytes of rows and of columns."""
+    x, along, down = source.whole(), rowwise(rows), columnwise(columns)
+    in_rows, in_columns = along_rows(x, rows), along_columns(x, columns)
+    first, second, column_sums = interpreter(triton_quantize.quantize_both, source, along, down, sums)
+    values, *of_rows = interpreter(triton_quantize.quantize_and_pack, source, along)
+    beside, *of_columns = interpreter(triton_quantize.quantize_and_pack_columns, source, along, down)
+    for result in (first, values, beside):
+        assert_same_bits(result, in_rows)
+    assert_same_bits(second, in_columns)
+    assert_same_bytes(*of_rows, pack(x, rows, key=ROW_KEY), in_rows)
+    assert_same_bytes(*of_columns, pack(x.mT, columns, key=COLUMN_KEY), in_columns.mT)
+    return column_sums, of_rows, of_columns
+
+
 def cases(rows: QuantSpec, columns: QuantSpec) -> Iterator[Tensor]:
     """Yield operands that are hard for the rows' spec in fp32, and for the columns' spec in bf16."""
     for dtype, spec in ((torch.float32, rows), (torch.bfloat16, columns)):
@@ -131,29 +150,18 @@ def cases(rows: QuantSpec, columns: QuantSpec) -> Iterator[Tensor]:
 @pytest.mark.long
 @pytest.mark.parametrize("name", PAIRS)
 def test_values_and_bytes(name, interpreter):
-    """All operators: values along rows, along columns and along both; bytes along rows with their values, bytes along
-    columns with the rows' values; unpacked values, and columns quantized from bytes of rows."""
+    """All operators: also one direction alone, unpacked values, and columns quantized from bytes of rows."""
     rows, columns = pairs()[name]
-    down, along = columnwise(columns), rowwise(rows)
-
+    down = columnwise(columns)
     for x in cases(rows, columns):
         in_rows, in_columns = along_rows(x, rows), along_columns(x, columns)
-        first, second, _ = interpreter(triton_quantize.quantize_both, Source.of(x), along, down, False)
-        values, codes, scales = interpreter(triton_quantize.quantize_and_pack, Source.of(x), along)
-        beside, other_codes, other_scales = interpreter(
-            triton_quantize.quantize_and_pack_columns, Source.of(x), along, down
-        )
-        for result in (first, values, beside, interpreter(triton_quantize.quantize, x, along)):
-            assert_same_bits(result, in_rows)
-        for result in (second, interpreter(triton_quantize.quantize, x.mT, down).mT):
-            assert_same_bits(result, in_columns)
-        packed = pack(x, rows, key=ROW_KEY)
-        assert_same_bytes(codes, scales, packed, in_rows)
-        assert_same_bytes(other_codes, other_scales, pack(x.mT, columns, key=COLUMN_KEY), in_columns.mT)
-        stored = Bytes(packed.codes, packed.scales, rows, x.shape[1], x.dtype)
+        _, of_rows, of_columns = check_operators(interpreter, Source.of(x), rows, columns, sums=False)
+        assert_same_bits(interpreter(triton_quantize.quantize, x, rowwise(rows)), in_rows)
+        assert_same_bits(interpreter(triton_quantize.quantize, x.mT, down).mT, in_columns)
+        stored = Bytes(*of_rows, rows, x.shape[1], x.dtype)
         assert_same_bits(interpreter(triton_quantize.unpack, stored), in_rows)
         assert_same_bits(interpreter(triton_quantize.requantize, stored, down).mT, along_columns(in_rows, columns))
-        stored = Bytes(other_codes, other_scales, columns, x.shape[0], x.dtype)
+        stored = Bytes(*of_columns, columns, x.shape[0], x.dtype)
         assert_same_bits(interpreter(triton_quantize.unpack, stored), in_columns.mT)
 
 
@@ -162,35 +170,20 @@ def test_shapes(shape, interpreter):
     """Batches, single elements, several tiles, no elements; tensors contiguous along columns, and along no axis."""
     rows, columns = pairs()["tetrajet:grad_output"]
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mT.contiguous().mT
-    in_rows, in_columns = along_rows(x, rows), along_columns(x, columns)
-    first, second, sums = interpreter(
-        triton_quantize.quantize_both, Source.of(x), rowwise(rows), columnwise(columns), True
-    )
-    assert_same_bits(first, in_rows)
-    assert_same_bits(second, in_columns)
+    sums, *_ = check_operators(interpreter, Source.of(x), rows, columns)
     # fp32 sums of up to 420 numbers in any order: each addition rounds a number below 256 to 24 bits.
     torch.testing.assert_close(sums.sum(0), x.double().flatten(0, -2).sum(0).float(), rtol=0, atol=420 * 2.0**-16)
     for source in (x, x.repeat_interleave(2, -1)[..., ::2]):
-        assert_same_bits(interpreter(triton_quantize.quantize, source, rowwise(rows)), in_rows)
-    packed = interpreter(triton_quantize.quantize_and_pack, Source.of(x), rowwise(rows))
-    if x.numel():
-        assert_same_bytes(*packed[1:], pack(x, rows, key=ROW_KEY), in_rows)
+        assert_same_bits(interpreter(triton_quantize.quantize, source, rowwise(rows)), along_rows(x, rows))
 
 
 def test_parts_that_are_cast_as_they_are_read(interpreter):
     """Parts that lie side by side along columns, so that a tile reads several, are rounded to bf16."""
     rows, columns = pairs()["tetrajet:grad_output"]
     parts = torch.randn(3, 2, 70, 33, generator=torch.Generator().manual_seed(1)).unbind()
-    source, x = Source(parts, torch.bfloat16), torch.cat(parts, -1).bfloat16()
-    first, second, sums = interpreter(triton_quantize.quantize_both, source, rowwise(rows), columnwise(columns), True)
-    values, *packed = interpreter(triton_quantize.quantize_and_pack, source, rowwise(rows))
-    beside, *others = interpreter(triton_quantize.quantize_and_pack_columns, source, rowwise(rows), columnwise(columns))
-    for result in (first, values, beside):
-        assert_same_bits(result, along_rows(x, rows))
-    assert_same_bits(second, along_columns(x, columns))
-    assert_same_bytes(*packed, pack(x, rows, key=ROW_KEY), along_rows(x, rows))
-    assert_same_bytes(*others, pack(x.mT, columns, key=COLUMN_KEY), along_columns(x, columns).mT)
+    sums, *_ = check_operators(interpreter, Source(parts, torch.bfloat16), rows, columns)
     # fp32 sums of 140 numbers below 8, in any order.
+    x = torch.cat(parts, -1).bfloat16()
     torch.testing.assert_close(sums.sum(0), x.double().flatten(0, -2).sum(0).float(), rtol=0, atol=140 * 2.0**-16)
 
 
