@@ -14,7 +14,6 @@ pytest.importorskip("triton", reason="there is no Triton for this system, or it 
 from torch import Tensor
 
 from fp4graph.kernels import gpu, machine
-from fp4graph.kernels.direction import Blocks, Source
 from fp4graph.numerics.declare import of_flat
 from fp4graph.numerics.target import traced_for
 from fp4graph.ops.matmul import quantized_matmul
@@ -137,32 +136,3 @@ def test_operands_of_a_gradient_that_is_not_needed_are_not_quantized(policy, nee
     assert "quantize_both" not in ran
     for result, due in zip(results, trained(policy, torch.bfloat16, needs), strict=True):
         assert_same_bits(result, due)
-
-
-@pytest.mark.parametrize("name", ["quantize_both", "quantize_and_pack_columns"])
-@pytest.mark.parametrize("given", [False, True], ids=["alone", "given"])
-def test_both_directions_on_a_cpu(name, given):
-    """The CPU's implementation of operators for two directions, which no policy uses on a CPU."""
-    program = dict(programs())["tetrajet"]
-    rows, columns = program.dgrad.left.spec, program.wgrad.left.spec
-    assert rows is not None
-    assert columns is not None
-    x = factors(torch.bfloat16)[0]
-    # A divisor that rounds, and a factor.
-    numbers = ((1.7, 0.5), (0.3, 4.0))
-    parts = [Blocks(torch.tensor([d]), factor=torch.tensor([f])) if given else Blocks() for d, f in numbers]
-    directions = zip((rows, columns), (3, 5), parts, strict=True)
-    arguments = [(spec.to_text(), KEY, STEP, [salt], *part) for spec, salt, part in directions]
-    operator = getattr(torch.ops.fp4graph, name)
-    in_rows = torch.ops.fp4graph.quantize(x, *arguments[0])
-    in_columns = torch.ops.fp4graph.quantize(x.mT, *arguments[1])
-    both = *arguments[0], *arguments[1], *([True] if name == "quantize_both" else [])
-    for source in (Source.of(x), Source(x.float().chunk(2, -1), x.dtype)):
-        first, *second = operator(*source, *both)
-        assert_same_bits(first, in_rows)
-        if name == "quantize_both":
-            assert_same_bits(second[0].mT, in_columns)
-            assert torch.equal(second[1].sum(0), x.to(torch.float32).sum(0))
-        else:
-            stored = *second, columns.to_text(), x.shape[0], x.dtype, parts[1].factor
-            assert_same_bits(torch.ops.fp4graph.unpack(*stored), in_columns)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp4graph.kernels import library, operators
 from fp4graph.kernels.devices import CPU, by_runs
-from fp4graph.kernels.direction import Blocks, PackedOperand, Source
+from fp4graph.kernels.direction import Blocks, Direction, PackedOperand, Source
 from fp4graph.kernels.rows import TENSOR_CODE, of_spec
 from fp4graph.numerics import scaling
 from fp4graph.numerics.blocking import Blocking, Groups
@@ -362,6 +362,27 @@ def test_given_blocks(names, one, spec):
     check(x, spec, expected_with(x, spec, given), Blocks(**given))
 
 
+@pytest.mark.parametrize("name", ["quantize_both", "quantize_and_pack_columns"])
+@pytest.mark.parametrize("given", [False, True], ids=["alone", "given"])
+def test_operators_for_both_directions(name, given):
+    """No policy uses them on a CPU. Sums of whole numbers are exact in any order."""
+    x = torch.randint(-6, 7, (75, 90), generator=torch.Generator().manual_seed(5)).bfloat16()
+    numbers = ((1.7, 0.5), (0.3, 4.0)) if given else ()  # a divisor and a factor for each direction
+    parts = [Blocks(torch.tensor([d]), factor=torch.tensor([f])) for d, f in numbers] or [Blocks(), Blocks()]
+    rows, columns = (Direction(spec, SOURCE, part) for spec, part in zip((MXFP4, STOCHASTIC), parts, strict=True))
+    in_columns = operators.quantize(x.mT, STOCHASTIC, SOURCE, parts[1])
+    both = *rows.flat(given=True), *columns.flat(given=True), *([True] if name == "quantize_both" else [])
+    for source in (Source.of(x), Source(x.float().chunk(2, -1), x.dtype)):
+        values, *results = getattr(torch.ops.fp4graph, name)(*source, *both)
+        assert_same_bits(values, operators.quantize(x, MXFP4, SOURCE, parts[0]))
+        if name == "quantize_both":
+            assert_same_bits(results[0].mT, in_columns)
+            assert torch.equal(results[1].sum(0), x.float().sum(0))
+        else:
+            packed = PackedOperand(*results, STOCHASTIC, x.shape[0], x.dtype, factor=parts[1].factor)
+            assert_same_bits(packed.unpack(), in_columns)
+
+
 # ------------------------------------------------------------------ threads
 
 
@@ -443,6 +464,7 @@ _bytes = (_packed.codes, _packed.scales, _mxfp4, 70)
 NEAREST, NOISE = (None, None, []), (KEY, STEP, list(SALTS))
 NO_BLOCKS = (None,) * len(Blocks._fields)
 _given = (*(torch.rand(6, 5) + 1 for _ in range(3)), torch.ones(1), torch.rand(6, 5))
+_directions = (_mxfp4, *NEAREST, *NO_BLOCKS, _again, *NOISE, *NO_BLOCKS)
 #: Arguments of operators, by the operator's name and a remark.
 OPERATORS: dict[str, tuple[Any, ...]] = {
     "quantize": (_x, _mxfp4, *NEAREST, *NO_BLOCKS),
@@ -471,6 +493,9 @@ OPERATORS: dict[str, tuple[Any, ...]] = {
     "quantize_and_pack, transposed": (*Source.of(_x.mT), _again, KEY, STEP, [2]),
     "quantize_and_pack, bytes": (*Source.of(_x), _fp8, *NEAREST),
     "quantize_and_pack, parts that are cast": ([_x, _x], torch.bfloat16, _mxfp4, *NEAREST),
+    "quantize_both": (*Source.of(_x.mT), *_directions, True),
+    "quantize_both, parts that are cast": ([_x, _x], torch.bfloat16, *_directions, False),
+    "quantize_and_pack_columns": (*Source.of(_long), *_directions),
     "requantize": (*_bytes, torch.bfloat16, _again, *NOISE),
     "unpack": (*_bytes, torch.float32, None),
     "unpack, a factor": (*_bytes, torch.float32, torch.tensor([0.5])),

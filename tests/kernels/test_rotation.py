@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from fp4graph.kernels import rotation
 from tests.helpers.floats import assert_same_bits
+from tests.helpers.operators import check_declaration
 from tests.kernels.quantizers import by_both
 
 BLOCKS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
@@ -69,6 +71,9 @@ def test_nan_poisons_its_block_alone():
 
 def test_results_lie_in_memory_as_the_operand_does():
     x = torch.randn(3, 40, 24)
+    for source, back in itertools.product((x, x.mT, x[0], x[:0], x[..., ::3]), (False, True)):
+        check_declaration("rotate", (source, 8, torch.ones(8), back, source.shape[-1]))
+    check_declaration("rotate", (x, 16, None, False, 32))
     assert rotation.rotate(x, 16).stride() == (40 * 32, 32, 1)
     assert rotation.rotate(x.mT, 16).stride() == (24 * 48, 1, 24)
     compiled = torch.compile(lambda x: rotation.unrotate(rotation.rotate(x, 16), 16), backend="aot_eager", dynamic=True)

@@ -19,6 +19,7 @@ from fp4graph.ops.gemm import GemmProgram, MatmulProgram
 from fp4graph.ops.grouped import Experts
 from fp4graph.ops.operand import OperandProgram
 from tests.helpers.models import grouped_mm
+from tests.helpers.operators import check_declaration
 from tests.helpers.policies import MXFP4, NVFP4, one_rule, quantizer
 from tests.helpers.sites import program_of
 from tests.helpers.training import assert_equal
@@ -179,6 +180,13 @@ def test_noise_of_tokens_does_not_depend_on_their_experts():
     # A GEMM may sum in another order for another number of rows: within fp32's rounding of sums of 96 products.
     torch.testing.assert_close(one[0], two[0], rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(one[1], two[1], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_operator_is_as_declared(transposed):
+    x, w, _, ends = data()
+    w, sizes = w.mT.contiguous().mT if transposed else w, torch.tensor(SIZES)
+    check_declaration("grouped_product", (x, w, ends.long() - sizes, sizes, torch.rand(len(SIZES))))
 
 
 def test_without_any_tokens():
