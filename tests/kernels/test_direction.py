@@ -1,4 +1,4 @@
-"""Directions as parameters of operators. Tests of the operators show that a direction survives the way there."""
+"""Directions as flat parameters of operators. Tests of the operators cover the directions that are built from these."""
 
 from __future__ import annotations
 

@@ -44,6 +44,11 @@ def places() -> Tensor:
     return torch.cat([order[:20], zero.expand(15), order[19:30], zero.expand(50), order[30:]])
 
 
+def weights(transposed: bool, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the weights ``[E, N, K]`` of four experts, contiguous along K, or else along N."""
+    return normal(4, K, N, dtype=dtype).mT if transposed else normal(4, N, K, dtype=dtype)
+
+
 def packed(x: Tensor) -> PackedOperand:
     return operators.quantize_and_pack(x, MXFP4, None, x.dtype)[1]
 
@@ -134,8 +139,7 @@ def by_hand(left: Tensor, right: Tensor, gamma: Tensor | None = None) -> Tensor:
 @pytest.mark.parametrize("name", SPECS)
 def test_quantized_product(name, dtype, transposed):
     """An expert's weight draws the noise of its place among all experts. The bytes are kept of experts with tokens."""
-    x, spec = normal(TOKENS, K, dtype=dtype), SPECS[name]
-    w = normal(4, K, N, dtype=dtype).mT if transposed else normal(4, N, K, dtype=dtype)
+    x, w, spec = normal(TOKENS, K, dtype=dtype), weights(transposed, dtype), SPECS[name]
     quantized, how = fake_quantize(w, spec, -1, DERIVED), Direction(spec, SOURCE)
     y, nothing = experts.quantized_product(x, w, GROUPS, how)
     assert nothing is None
@@ -150,8 +154,7 @@ def test_quantized_product(name, dtype, transposed):
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 def test_quantized_product_given_numbers_of_blocks(dtype, transposed):
     """A divisor, a statistic and a power of two as factor for each block, and γ for each expert's accumulator."""
-    x, spec = normal(TOKENS, K, dtype=dtype), SPECS["stochastic"]
-    w = normal(4, K, N, dtype=dtype).mT if transposed else normal(4, N, K, dtype=dtype)
+    x, w, spec = normal(TOKENS, K, dtype=dtype), weights(transposed, dtype), SPECS["stochastic"]
     each = torch.tensor([1.7, 0.3, 5.0, 0.9]).reshape(4, 1, 1).expand(4, N, K // 32)
     z = normal(4, N, K // 32, dtype=torch.float32).abs() + 1
     given = Blocks(divisor=each.contiguous(), statistic=z, factor=torch.full_like(each, 0.5).contiguous())
@@ -174,8 +177,7 @@ def test_weights_of_one_channel_are_packed():
 @pytest.mark.parametrize("transposed", [False, True], ids=["E, N, K", "E, K, N"])
 def test_quantized_product_of_wider_weights(transposed):
     """fp32 weights, as rotations leave them, are quantized, then cast to the bf16 of the GEMM."""
-    x, spec = normal(TOKENS, K, dtype=torch.bfloat16), SPECS["encoding scales"]  # bf16 rounds its quotients
-    w = normal(4, K, N).mT if transposed else normal(4, N, K)
+    x, w, spec = normal(TOKENS, K, dtype=torch.bfloat16), weights(transposed), SPECS["encoding scales"]
     y, _ = experts.quantized_product(x, w, GROUPS, Direction(spec, SOURCE))
     assert_same_bits(y, by_hand(x, fake_quantize(w, spec, -1, DERIVED).bfloat16()))
 

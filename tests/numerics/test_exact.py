@@ -49,9 +49,7 @@ def test_roots_at_all_exponents(exponent):
         bits = twice.bit_length() - 25
         half, rest = twice >> bits, twice & ((1 << bits) - 1)
         rounded = (half >> 1) + (half & 1)
-        assert not (half & 1 and rest == 0 and (twice * twice == int(4 * exact * 2**shift))), (
-            "the square of a midpoint is no fp32 number"
-        )
+        assert not (half & 1 and rest == 0 and (twice * twice == int(4 * exact * 2**shift))), "no root is a midpoint"
         assert root(x).item() == math.ldexp(rounded, bits - 99)
 
 

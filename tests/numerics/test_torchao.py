@@ -73,7 +73,7 @@ def test_nvfp4_blocks():
     keep = packed.scales[:, 0] >= 1 << 3  # code of 2^-6
     assert keep.float().mean() > 0.9
     assert torch.equal(packed.scales[keep], scale.view(torch.uint8)[keep])
-    theirs = f4_unpacked_to_f32(unpack_uint4(codes)) * scale.float()
-    differing = (theirs != unpack(packed))[keep]
+    expected = f4_unpacked_to_f32(unpack_uint4(codes)) * scale.float()
+    differing = (expected != unpack(packed))[keep]
     assert differing.float().mean() < 1e-3
-    assert ((theirs - unpack(packed))[keep].abs() <= 2 * scale.float()[keep]).all()
+    assert ((expected - unpack(packed))[keep].abs() <= 2 * scale.float()[keep]).all()

@@ -116,9 +116,9 @@ def step_of(policy: str, dtype: torch.dtype = torch.float32, bias: bool = False)
     program = program_of(policy)
     function = site_function(program, "linear", 1.0, 1.0)
 
-    def step(x, w, b, dy, *rest):
+    def step(x, w, b, dy, key, step, *state):
         leaves = [t.detach().requires_grad_() for t in (x, w, b)]
-        y = function(leaves[0], leaves[1], leaves[2] if bias else None, *rest[:2], 0, *rest[2:])
+        y = function(leaves[0], leaves[1], leaves[2] if bias else None, key, step, 0, *state)
         y.backward(dy)
         return y.detach(), leaves[0].grad, leaves[1].grad
 
