@@ -6,7 +6,7 @@ they cost nothing in compiled code and trace with symbolic sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from fp4graph.numerics.blocking import Blocking, Groups, is_scalar
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.segments import Segments
-from fp4graph.technique import OPTIMIZER_STAGES, BlockScale, Context, Part, StateEntry, Technique
+from fp4graph.technique import OPTIMIZER_STAGES, BlockScale, Context, Part, Quantization, StateEntry, Technique
 
 #: Parts of techniques with their contexts, in the policy's order. Not a mapping: Dynamo cannot trace a pydantic model's
 #: hash.
@@ -84,6 +84,12 @@ _DEPENDS = (
 )
 
 
+_WRITES = (
+    "writes into a tensor that it was given, which may be the weight itself; write x * 2 in place of x.mul_(2), or "
+    "clone the tensor first"
+)
+
+
 def _has_known_shape(func: Any, args: Any, kwargs: Any) -> bool:
     """Return whether the shape of this call's result follows from the arguments, unlike that of other calls."""
     if func is torch.ops.aten.index.Tensor:  # indexed by numbers, not by a mask
@@ -104,14 +110,31 @@ def run(part: Part, stage: str, *args: object) -> Any:
         case = stage, *(str(x.shape) for x in args if isinstance(x, Tensor))
         if case in _checked.get(part, ()):
             return getattr(part, stage)(*args)
+        given = [x for x in _given(args) if not x.is_inference()]  # a tensor of inference mode has no version
+        versions = [x._version for x in given]
         with _Values(part, stage), _Lists(part, stage):
             result = getattr(part, stage)(*args)
+        if [x._version for x in given] != versions:
+            raise broken(part, stage, _WRITES)
         _checked.setdefault(part, set()).add(case)
         return result
     except (Error, torch.OutOfMemoryError):  # of another stage that this stage called, or not the plugin's fault
         raise
     except Exception as error:
         raise broken(part, stage, f"{type(error).__name__}: {error}") from error
+
+
+def _given(args: Iterable[object]) -> Iterator[Tensor]:
+    """Yield the tensors that the arguments of a stage hold."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, tuple):
+            yield from _given(arg)
+        elif isinstance(arg, Context):
+            yield from arg.state.values()
+        elif isinstance(arg, Quantization):
+            yield from (arg.values, arg.z, arg.scale)
 
 
 def run_like(part: Part, stage: str, like: Tensor, *args: object) -> Tensor | None:

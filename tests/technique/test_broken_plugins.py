@@ -211,6 +211,34 @@ def test_a_stage_that_reads_values_fails_under_eager_as_compiled(case: str, mode
         check(caught.value, stage)
 
 
+#: Stages that write into a tensor that they were given.
+WRITES: dict[str, Callable[..., Any]] = {
+    "split": lambda self, x, c: (x.mul_(2), None),
+    "after": lambda self, x, c: x.add_(1),
+    "block_statistic": lambda self, v, z, c: z + v.mul_(2).sum() * 0,
+    "round": lambda self, r, s, c: r.round_(),
+    "rescale": lambda self, q, c: q.scale.mul_(2),
+    "transform": lambda self, x, side, shared: x.mul_(2 if side == "left" else 0.5),
+    "element_surrogate": lambda self, u, c: u.clamp_(0, 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", WRITES)
+def test_a_stage_that_writes_into_its_arguments_is_named(stage: str, model: nn.Module) -> None:
+    """It would double the weight, or the input, at every forward."""
+    for backend in ("eager", "aot_eager"):
+        with pytest.raises(fp4graph.PluginError, match="writes into a tensor that it was given") as caught:
+            train(model, broken(**NEEDED.get(stage, {}) | {stage: WRITES[stage]}), backend)
+        check(caught.value, stage)
+
+
+@pytest.mark.slow
+def test_a_stage_may_write_into_tensors_of_its_own(model: nn.Module) -> None:
+    fine = technique("fine", split=lambda self, x, c: (x.clone().mul_(2), None))
+    assert math.isfinite(train(model, policy("fine", fine)))
+
+
 @pytest.mark.slow
 def test_a_stage_may_index_by_numbers(model: nn.Module) -> None:
     fine = technique("fine", scale=lambda self, v, z, c: z[torch.arange(z.shape[0])] * torch.where(z > 0, 1.0, 0.5))
