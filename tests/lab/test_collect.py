@@ -235,7 +235,7 @@ def test_the_rate_of_change_of_outputs_by_hand(tmp_path):
     """Outputs for the probe change from step to step; a record has the mean over the last five steps of its window."""
     probe = torch.randn(5, 32, generator=torch.Generator().manual_seed(9))
     model, optimizer = make(policy())
-    options = {"probe": (probe,), "metrics": ["rate_of_change"], "window": 7, "window_every": 8}
+    options = {"probe": probe, "metrics": ["rate_of_change"], "window": 7, "window_every": 8}
     outputs = []
     with Statistics(model, optimizer, every=50, directory=tmp_path, **options):
         for step in range(16):

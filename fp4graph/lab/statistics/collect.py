@@ -39,8 +39,8 @@ class Statistics:
         window: the number of steps over which weights are followed. A window ends at each ``window_every``-th step (by
             default ten times ``every``, but at least ``window``).
         sample: the approximate number of elements measured of an operand, as whole lines; None for all.
-        probe: inputs of the model, positional (a tuple) or by keyword (a dict), or a function that calls the model,
-            for the rate of change of Y over the last :attr:`PROBED` steps of each window.
+        probe: inputs of the model, a tensor, positional (a tuple) or by keyword (a dict), or a function that calls the
+            model, for the rate of change of Y over the last :attr:`PROBED` steps of each window.
         step: the number of steps that a resumed training has done before; by default the optimizer's count.
         stream: a further destination of each record's numbers, or a list: a ``SummaryWriter`` of TensorBoard or a
             folder for one, a run of wandb, the module ``mlflow``, or a function of a step and a dict of values.
@@ -65,7 +65,7 @@ class Statistics:
         window: int = 30,
         window_every: int | None = None,
         sample: int | None = 1 << 12,
-        probe: tuple[Any, ...] | Mapping[str, Any] | Callable[[], object] | None = None,
+        probe: torch.Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[], object] | None = None,
         step: int | None = None,
         stream: Any = (),
     ) -> None:
@@ -78,7 +78,8 @@ class Statistics:
                 f"{type(optimizer).__name__} runs no hooks around its step(), which statistics need to count steps; if "
                 "it wraps an optimizer, give the wrapped optimizer"
             )
-        self._model, self._optimizer, self._probe = unwrapped(model), optimizer, probe
+        self._model, self._optimizer = unwrapped(model), optimizer
+        self._probe = (probe,) if isinstance(probe, torch.Tensor) else probe
         self._metrics = _checked(metrics)
         self._patterns = (sites,) if isinstance(sites, str) else tuple(sites)
         planned = [entry.fqn or "(root)" for entry in state.states(self._model) if entry.has_sites]
