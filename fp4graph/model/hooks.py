@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any
 
 import torch
@@ -129,6 +130,11 @@ class _Instead:
         self.module, self.name, self._current = module, name, current
         functools.update_wrapper(self, getattr(type(module), name))  # type: ignore[arg-type]  # subclasses are called
         del self.__wrapped__  # type: ignore[attr-defined]  # a function of the class, not picklable by every pickler
+
+    @property
+    def __code__(self) -> CodeType:
+        """The code of the hidden function, whose parameters torch.export reads before it calls the model."""
+        return getattr(type(self.module), self.name).__code__  # type: ignore[no-any-return]
 
 
 class GuardedForward(_Instead):

@@ -51,6 +51,14 @@ def test_an_applied_model_is_not_converted(how, of, ran):
     assert torch.equal(converted(X), MODELS[of](net())(X))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", CONVERSIONS)
+def test_a_root_that_owns_its_weight_is_not_converted(how):
+    raised = torch._dynamo.exc.Unsupported if how == "strict export" else Error
+    with pytest.raises(raised, match=r"call fp4graph\.remove\(model\) first"):
+        CONVERSIONS[how](applied(nn.Linear(32, 32), POLICY))
+
+
 def test_a_strictly_applied_model_is_not_exported():
     model = applied(net(), POLICY, strict=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"call fp4graph\.remove\(model\) first"):
