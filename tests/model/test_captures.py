@@ -167,3 +167,13 @@ def test_a_kept_site_of_unknown_sizes_is_looked_up_for_each_module_that_shares_i
     shapes = (ShapeEnv().create_unbacked_symint(), 32), (32, 32)
     site = Site("0", "linear", shapes, "0", "why", {}, quantized=False, rule_index=0)
     assert [each.rule for each in coverage.each_served([(site, ["0", "1"])], plan)] == ["0", "1"]
+
+
+@pytest.mark.parametrize(("op", "quantized", "kept"), [("linear", 1, 3), ("matmul", 3, 1)])
+def test_expect_counts_every_product_of_a_module(op, quantized, kept):
+    def forward(self, x):
+        y = self.linear(x)
+        return (y @ x.mT).softmax(-1) @ y @ x.mT
+
+    data = one_rule(op=op, expect={"quantized": quantized, "kept": kept})
+    applied(module_of(forward, linear=nn.Linear(32, 32)), data)(torch.randn(2, 32, 32))
