@@ -215,7 +215,7 @@ TABLE: Mapping[Any, Operation] = {
         # several products, written out
         ((torch.einsum, torch.functional.einsum, aten.einsum),
          Operation("einsum", opened=contractions.einsum_as_matmul, asks=_asks_of_einsum,
-                   reason="not a chain of matmuls")),
+                   reason="not a chain of matmuls whose equation has '->' and no ellipsis")),
         ((torch.tensordot, torch.functional.tensordot, aten.tensordot),
          _written_out(contractions.tensordot_as_matmul, "not one matmul")),
         (_spelled("inner"), _written_out(contractions.inner_as_matmul, "a product with a vector")),

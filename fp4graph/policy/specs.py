@@ -108,8 +108,8 @@ class SpecResolver:
         if source == "fprop" and operand.fprop is None:
             raise self._document.error(
                 source_path,
-                f"source: fprop has no meaning for {operand}, a tensor that fprop does not quantize. "
-                "Only dgrad.weight and wgrad.input can have it; remove it",
+                f"source: fprop has no meaning for {operand}: only dgrad.weight and wgrad.input are tensors that fprop "
+                "has quantized before; remove it",
             )
         try:
             return QuantSpec(scale=scale_spec, **{name: value for name, (value, _) in written.items()})

@@ -479,3 +479,16 @@ def test_the_summary_has_shares_of_flops():
     assert [census.percent(*pair) for pair in ((0, 5), (1, 1000), (999, 1000), (5, 5))] == [
         "0 %", "<1 %", ">99 %", "100 %"
     ]  # fmt: skip
+
+
+@uncompiled
+@stances
+def test_the_rule_that_an_error_advises_keeps_a_product_of_the_root(stance):
+    root, x = Called(lambda x, w: w @ root.body(x).mT, 4, 16), torch.randn(8, 16)
+    root.body = nn.Linear(16, 16)
+    data = policy("linear")
+    with pytest.raises(fp4graph.CaptureError, match=r"match: \{module: ''\}"):
+        output(root, data, x, stance)
+    fp4graph.remove(root)
+    data["rules"].insert(0, {"match": {"module": ""}, "keep": "its parameter is the first factor"})
+    assert output(root, data, x, stance).shape == (4, 8)
