@@ -66,8 +66,8 @@ class SpecResolver:
                 if exception == "fprop" and operand.fprop is None:
                     raise self._document.error(
                         where,
-                        f"fprop has no meaning for {operand}, a tensor that fprop does not multiply. Only dgrad.weight "
-                        "and wgrad.input can have fprop; write keep for the others",
+                        f"fprop has no meaning for {operand}: only dgrad.weight and wgrad.input are tensors that fprop "
+                        "has multiplied before; write keep for the others",
                     )
         specs = Specs(tuple(self._spec(operand, layers[operand]) for operand in Operand))
         if not any(specs.values()):
