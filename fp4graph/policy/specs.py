@@ -66,7 +66,7 @@ class SpecResolver:
                 if exception == "fprop" and operand.fprop is None:
                     raise self._document.error(
                         where,
-                        f"fprop has no meaning for {operand}: only dgrad.weight and wgrad.input are tensors that fprop "
+                        f"fprop has no meaning for {operand}. Only dgrad.weight and wgrad.input are tensors that fprop "
                         "has multiplied before; write keep for the others",
                     )
         specs = Specs(tuple(self._spec(operand, layers[operand]) for operand in Operand))
@@ -108,7 +108,7 @@ class SpecResolver:
         if source == "fprop" and operand.fprop is None:
             raise self._document.error(
                 source_path,
-                f"source: fprop has no meaning for {operand}: only dgrad.weight and wgrad.input are tensors that fprop "
+                f"source: fprop has no meaning for {operand}. Only dgrad.weight and wgrad.input are tensors that fprop "
                 "has quantized before; remove it",
             )
         try:
