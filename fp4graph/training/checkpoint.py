@@ -45,8 +45,10 @@ __all__ = ["Mismatch", "Stateful", "Summary", "load", "read_summary", "save"]
 FORMAT, VERSION = "fp4graph.checkpoint", 4
 #: Older layouts that can be read, both without a digest: 2 has the count of forwards among the model's entries.
 UNDIGESTED = 2, 3
-#: Types that ``torch.load`` reads without running code.
-PLAIN = (type(None), bool, int, float, str, bytes, Tensor, torch.dtype, torch.device, torch.Size)
+#: Types that ``torch.load`` reads without running code. It reads no subclass of them.
+PLAIN = (type(None), bool, float, str, torch.dtype, torch.device, torch.Size)
+#: Types with subclasses that have an exact plain value, which ``__getnewargs__`` returns.
+VALUES: tuple[Any, ...] = int, float, str, bytes
 
 
 class Stateful(Protocol):
@@ -75,7 +77,8 @@ def save(
         progress: numbers, strings, tensors, and lists and dicts of them.
 
     Raises:
-        Error: a value is neither a tensor nor plain data, or the file cannot be written.
+        Error: a value is neither a tensor nor plain data, :func:`load` could not read it back, or the file cannot be
+            written.
     """
     path = Path(path)
     module = unwrapped(model)
@@ -219,7 +222,12 @@ def _plain(value: Any, where: str) -> Any:
         value = value.value
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, PLAIN):
+    if kind := next((kind for kind in VALUES if isinstance(value, kind) and not isinstance(value, bool)), None):
+        value = kind.__getnewargs__(value)[0]
+    if type(value) in PLAIN or _is_usual(value):
+        return value
+    if isinstance(value, Tensor | int | bytes):
+        sealed.require_readable(value, where)
         return value
     if isinstance(value, Mapping):
         mapping = {_plain(key, where): _plain(item, f"{where}.{key}") for key, item in value.items()}
@@ -230,6 +238,11 @@ def _plain(value: Any, where: str) -> Any:
     raise Error(
         f"{where} is a {type(value).__name__}; a checkpoint holds tensors, numbers, text, lists and dicts of them"
     )
+
+
+def _is_usual(value: Any) -> bool:
+    """Return whether ``value`` is an int of 64 bits or a plain tensor without attributes, which torch.load reads."""
+    return (type(value) is int and value.bit_length() < 64) or (type(value) is Tensor and not vars(value))
 
 
 def _placed_state(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:

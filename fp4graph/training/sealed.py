@@ -7,6 +7,7 @@ SHA-256 of all bytes before the digest, the mark included. torch does not check 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
 import warnings
@@ -61,12 +62,29 @@ def read(path: str | PathLike[str]) -> tuple[Any, bool]:
     except OSError as error:
         raise Error(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # damaged bytes raise anything
-        cause = re.search(r"WeightsUnpickler error: (.*)", str(error))  # torch first advises to run the file's code
-        first = cause[1] if cause else "".join(str(error).strip().splitlines()[:1])[:300]
         raise Error(
             f"{path} cannot be read as tensors and plain data: it is truncated, damaged, or not written by "
-            f"torch.save ({type(error).__name__}: {first})"
+            f"torch.save ({_cause(error)})"
         ) from error
+
+
+def require_readable(value: Any, where: str) -> None:
+    """Raise an Error, which names ``where``, if :func:`read` could not read ``value`` back."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # the user's class may raise anything
+        raise Error(
+            f"{where}, of type {type(value).__name__}, could not be read back without running code ({_cause(error)}); "
+            "save its plain value (of a tensor x: x.as_subclass(torch.Tensor)), or leave it out"
+        ) from error
+
+
+def _cause(error: Exception) -> str:
+    cause = re.search(r"WeightsUnpickler error: (.*)", str(error))  # torch first advises to run the file's code
+    return f"{type(error).__name__}: {cause[1] if cause else ''.join(str(error).strip().splitlines()[:1])[:300]}"
 
 
 def _check(path: str | PathLike[str], file: BinaryIO) -> bool:

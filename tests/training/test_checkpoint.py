@@ -422,7 +422,15 @@ def test_progress_that_could_not_be_read_back_is_refused(file: Path) -> None:
     checkpoint.save(file, nn.Linear(2, 2), progress={"step": 1})
     endless: dict[str, Any] = {}
     endless["again"] = endless
+
+    class Image(torch.Tensor): ...
+
+    marked = torch.zeros(2)
+    marked.kind = Image  # type: ignore[attr-defined]
     for progress, message in (
+        ({"last": torch.zeros(2).as_subclass(Image)}, r"progress\.last, of type Image, could not .*as_subclass"),
+        ({"last": [marked]}, r"progress\.last\[0\], of type Tensor, could not be read back"),
+        ({"seed": 2**3000}, r"progress\.seed, of type int, could not be read back"),
         ({"path": [Path()]}, r"progress\.path\[0\] is a PosixPath; a checkpoint holds tensors"),
         (endless, "^progress contains itself"),
     ):
@@ -431,14 +439,18 @@ def test_progress_that_could_not_be_read_back_is_refused(file: Path) -> None:
         assert checkpoint.read_summary(file).progress == {"step": 1}
 
 
-def test_enumerations_and_numbers_of_numpy_become_plain(file: Path) -> None:
+def test_enumerations_and_other_kinds_of_numbers_become_plain(file: Path) -> None:
     class Kind(enum.StrEnum):
         small = "small"
 
-    checkpoint.save(file, nn.Linear(2, 2), progress={"kind": Kind.small, "seed": np.int64(3), "lr": np.float64(0.5)})
+    class Rate(float):
+        __float__ = None  # type: ignore[assignment]  # the value itself is read
+
+    numbers = {"seed": np.int64(3), "lr": np.float64(0.5), "rate": Rate(0.1)}
+    checkpoint.save(file, nn.Linear(2, 2), progress={"kind": Kind.small, **numbers})
     progress = checkpoint.read_summary(file).progress
-    assert progress == {"kind": "small", "seed": 3, "lr": 0.5}
-    assert [type(value) for value in progress.values()] == [str, int, float]
+    assert progress == {"kind": "small", "seed": 3, "lr": 0.5, "rate": 0.1}
+    assert [type(value) for value in progress.values()] == [str, int, float, float]
 
 
 @pytest.mark.parametrize("broken", ["write", "fsync", "replace"])
