@@ -155,6 +155,12 @@ class Unpack(Source):
                 "fp4graph.unpack_frozen(model), convert the model, and call fp4graph.pack_frozen(model) again"
             )
 
+    def require_absent(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        if (name := f"{prefix}{self.name}") in state_dict:
+            raise Error(
+                f"{name} is packed and cannot be loaded; call fp4graph.unpack_frozen(model), load, and pack again"
+            )
+
     def hold(self, module: nn.Module, kept: Bytes) -> None:
         """Replace the parameter of ``module`` with bytes."""
         del module._parameters[self.name]
@@ -220,10 +226,7 @@ class _RefuseToLoad(_Hook):
     """Hook that refuses to load a state dict with the packed weight."""
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if (name := f"{prefix}{self.source.name}") in state_dict:
-            raise Error(
-                f"{name} is packed and cannot be loaded; call fp4graph.unpack_frozen(model), load, and pack again"
-            )
+        self.source.require_absent(state_dict, prefix)
 
 
 class PackedWeight:

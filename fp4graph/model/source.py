@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,6 +43,10 @@ class Source(ABC):
         """Raise Error if the weight cannot follow its module's conversion to ``dtype``."""
 
     @abstractmethod
+    def require_absent(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Raise Error if ``state_dict``, in which the module's keys begin with ``prefix``, has the weight."""
+
+    @abstractmethod
     def release(self, module: nn.Module) -> Callable[[], None]:
         """Give ``module`` the parameter back, with the weight's values; return a function that undoes this."""
 
@@ -55,6 +59,13 @@ def sources_of(module: nn.Module) -> list[Source]:
 def sources_below(root: nn.Module) -> list[tuple[nn.Module, Source]]:
     """Return every source of a model with its module."""
     return [(module, source) for module in root.modules() for source in sources_of(module)]
+
+
+def require_loadable(root: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Raise Error if a source of a model cannot load its weight, which ``state_dict`` has."""
+    for fqn, module in root.named_modules():
+        for source in sources_of(module):
+            source.require_absent(state_dict, f"{fqn}." if fqn else "")
 
 
 def release_all(root: nn.Module) -> list[Callable[[], None]]:

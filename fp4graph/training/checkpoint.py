@@ -34,6 +34,7 @@ from fp4graph.errors import Error, PolicyWarning
 from fp4graph.files import replacing
 from fp4graph.model import state
 from fp4graph.model.distributed import unwrapped
+from fp4graph.model.source import require_loadable
 from fp4graph.training import sealed, validation
 from fp4graph.training.origin import Mismatch, applied_part, check_policy, written_under
 from fp4graph.training.ranks import differing_buffers, gathered, gathered_whole, placed, rank, together
@@ -328,4 +329,5 @@ def _fitting(file: str, saved: dict[str, Any], module: nn.Module, same_policy: b
         fits = {key for key in saved if isinstance(here.get(key), Tensor) and not unequal(key, saved[key], here[key])}
         saved = {key: value for key, value in saved.items() if not state.is_ours(key) or key in fits}
     validation.check_entries(file, saved, here, same_policy)
+    require_loadable(module, saved)
     return {key: placed(value, here[key]) for key, value in saved.items()}

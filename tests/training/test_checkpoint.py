@@ -309,6 +309,18 @@ def test_a_scheduler_that_refuses_its_state_leaves_everything_as_it_was(file: Pa
     assert torch.equal(model[0].bias, before)
 
 
+def test_a_packed_model_is_refused_before_anything_is_loaded(file: Path) -> None:
+    kept = Kept(*make("tetrajet", steps=1))
+    kept.save(file)
+    train(kept.model, kept.optimizer, 1)
+    kept.scheduler.step()
+    fp4graph.pack_frozen(kept.model.requires_grad_(False))
+    before = kept.states()
+    with pytest.raises(fp4graph.Error, match=r"^0\.weight is packed and cannot be loaded"):
+        kept.load(file)
+    assert not differences(kept.states(), before)
+
+
 def cut(file: Path, share: float) -> None:
     checkpoint.save(file, *make(steps=1))
     content = file.read_bytes()
