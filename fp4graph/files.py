@@ -21,9 +21,10 @@ def replacing(path: str | PathLike[str]) -> Iterator[BinaryIO]:
     """Open a temporary file, for reading and writing, that replaces ``path`` when the block ends without an error.
 
     Until then ``path`` is unchanged. A killed process leaves ``path.tmp`` behind, which the next writer overwrites.
-    Concurrent writers use different temporary files; the last to finish determines ``path``.
+    Concurrent writers use different temporary files; the last to finish determines ``path``. If ``path`` is a symbolic
+    link, all of this holds for the file that it points to, and the link stays.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():  # renaming would put a file in the place of a device
         raise OSError(errno.EINVAL, "not a regular file")
     temporary, file = _temporary(path)

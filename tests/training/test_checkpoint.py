@@ -465,6 +465,16 @@ def test_enumerations_and_other_kinds_of_numbers_become_plain(file: Path) -> Non
     assert [type(value) for value in progress.values()] == [str, int, float, float]
 
 
+def test_a_link_stays_a_link_to_the_new_file(file: Path) -> None:
+    latest = file.with_name("latest.pt")
+    latest.symlink_to(file.name)  # to a file that does not exist yet
+    for step in (1, 2):
+        checkpoint.save(latest, nn.Linear(2, 2), progress={"step": step})
+        assert latest.is_symlink()
+        assert checkpoint.read_summary(file).progress == {"step": step}
+    assert sorted(os.listdir(file.parent)) == ["latest.pt", "run.pt"]
+
+
 @pytest.mark.parametrize("broken", ["write", "fsync", "replace"])
 def test_the_old_file_outlives_a_failed_save(broken: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = plain()
