@@ -33,7 +33,7 @@ class Saving(Protocol):
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder, and rename it to ``target`` when the block ends without an error.
+    """Yield an empty folder; make it ``target``, in parents that may be new, when the block ends without an error.
 
     Raises:
         Error: ``target`` exists or cannot be written.
@@ -41,8 +41,8 @@ def new_folder(target: Path) -> Iterator[Path]:
     if target.exists() or target.is_symlink():
         raise Error(f"{target} already exists; give another folder, or remove it")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+        existing = next(parent for parent in target.parents if parent.exists() or parent.is_symlink())
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=existing))
     except OSError as error:
         raise Error(f"cannot write {target}: {error.strerror or error}; give another folder") from error
     try:
@@ -55,6 +55,7 @@ def new_folder(target: Path) -> Iterator[Path]:
                 os.fsync(written.fileno())
         if target.exists():  # os.rename would replace an empty folder
             raise Error(f"{target} was made during the export; give another folder")
+        target.parent.mkdir(parents=True, exist_ok=True)  # only now, so that an error leaves no new parent
         temporary.rename(target)
     except OSError as error:
         raise Error(f"cannot write {target}: {error.strerror or error}. No files are left; make room") from error

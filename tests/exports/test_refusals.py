@@ -91,10 +91,10 @@ INEXPRESSIBLE = {
 
 
 def assert_refused(make, folder, message, error=ExportError, **options):
-    """Export the model of ``make()``: there is an error, and no file."""
+    """Export the model of ``make()``: there is an error, and no file and no new parent."""
     model = make()
     with pytest.raises(error, match=message):
-        fp4graph.export(model, folder / "out", **options)
+        fp4graph.export(model, folder / "new" / "out", **options)
     assert os.listdir(folder) == []
 
 
