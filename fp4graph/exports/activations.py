@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fp4graph.errors import Error
 from fp4graph.kernels import operators
+from fp4graph.model.evaluation import evaluating
 from fp4graph.model.runtime import require_runtime
 from fp4graph.model.weight import Weight
 from fp4graph.numerics.blocking import block_length
@@ -62,13 +63,11 @@ def input_scales(model: nn.Module, weights: Iterable[Weight], batches: Iterable[
         Error: ``batches`` is empty, or activations are not finite.
     """
     largest = _Largest(weights)
-    training = model.training
     runtime = require_runtime(model, "export")
     count = 0
     try:
-        model.eval()
         runtime.observe(largest, training=False)
-        with torch.no_grad():
+        with evaluating(model), torch.no_grad():
             for batch in batches:
                 if callable(batch):
                     batch()
@@ -81,7 +80,6 @@ def input_scales(model: nn.Module, weights: Iterable[Weight], batches: Iterable[
                 count += 1
     finally:
         require_runtime(model, "export").observe(None)
-        model.train(training)
     if not count:
         raise Error("calibration= is empty, and the tensor scales of activations are measured on it; give batches")
     if infinite := [name for name, amax in largest.magnitudes.items() if not torch.isfinite(amax)]:

@@ -15,6 +15,7 @@ from torch import nn
 from fp4graph.errors import Error
 from fp4graph.graph.siblings import SIBLINGS
 from fp4graph.graph.site import Site
+from fp4graph.model.evaluation import evaluating
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.technique.operands import GROUPS, Gemm, Operand
 
@@ -49,8 +50,8 @@ def call_of(model: nn.Module, loss: Loss, batch: Any) -> Call:
     with torch.no_grad(), torch.random.fork_rng(), ExitStack() as after:
         for name, module in model.named_modules():
             after.callback(module.register_forward_pre_hook(functools.partial(take, name), with_kwargs=True).remove)
-            after.callback(setattr, module, "training", module.training)
-        loss(model.eval(), batch)  # in eval mode no running statistic changes
+        after.enter_context(evaluating(model))  # in evaluation mode no running statistic changes
+        loss(model, batch)
     if not calls:
         raise Error(f"loss(model, batch) does not call the {type(model).__name__}; call model(...) in it")
     return Call(*calls[0], inputs)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch import nn
 
 import fp4graph
-from fp4graph.errors import PolicyWarning
+from fp4graph.errors import Error, PolicyWarning
 from tests.clients.tiny import tokenizer
-from tests.exports.models import NVFP4, TOKENS, configuration, llama, mixture, policy, trained, vit
+from tests.exports.models import NVFP4, TOKENS, by_rule, configuration, llama, mixture, policy, trained, vit
+from tests.helpers.training import applied
 
 pytest.importorskip("compressed_tensors")
 pytestmark = pytest.mark.slow
@@ -96,6 +100,16 @@ def test_calibration_measures_the_scales_of_activations(options, kappa, tmp_path
     assert {group["input_activations"]["dynamic"] for group in groups.values()} == {"local"}
     reader = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     assert reader(TOKENS).logits.isfinite().all()
+
+
+def test_calibration_leaves_each_module_in_its_own_mode(tmp_path):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Dropout(), nn.BatchNorm1d(32))
+    applied(model, by_rule(NVFP4, "tensor_scaling"))(torch.randn(8, 32))
+    model[2].eval()
+    for batches, error in (([], pytest.raises(Error, match="is empty")), ([torch.randn(8, 32)], nullcontext())):
+        with error:
+            fp4graph.export(model, tmp_path / "out", calibration=batches)
+        assert [module.training for module in model.modules()] == [True, True, True, False]
 
 
 @pytest.mark.long

@@ -118,9 +118,11 @@ def test_a_rollout_takes_the_argmax_of_logits_plus_noise():
     problem = make_problem()
     prompts, noise = grouped(problem)
     noise[:, :, countdown.END] += 2  # so that some completions end early
+    frozen = problem.model.model.layers[0].eval()
     tokens, logits = countdown.rollout(problem.model, prompts, noise)
     entropy = countdown.mean_entropy(logits, countdown.before_end(tokens))
     assert problem.model.training
+    assert not any(module.training for module in frozen.modules())
     assert tokens.shape == (8, problem.completion)
     lengths = set()
     for prompt, row_noise, row, row_entropy in zip(prompts, noise, tokens.tolist(), entropy, strict=True):

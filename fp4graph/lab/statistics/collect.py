@@ -15,6 +15,7 @@ from fp4graph.lab.statistics.metrics import METRICS
 from fp4graph.lab.statistics.recordings import Moving, OperandRecording, OutputRecording, matches
 from fp4graph.model import state
 from fp4graph.model.distributed import is_distributed, rank, unwrapped
+from fp4graph.model.evaluation import evaluating
 from fp4graph.model.runtime import Runtime, require_runtime, runtime_of
 from fp4graph.model.weight import Weight
 from fp4graph.numerics.sharding import fsdp_modules
@@ -196,12 +197,11 @@ class Statistics:
 
     def _run_probe(self) -> None:
         """Run the probe in evaluation mode without gradients, and observe every site's output."""
-        training = [module for module in self._model.modules() if module.training]
         dtype = self._operands.autocast
         self._current().observe(self._outputs, training=False)
+        autocast = torch.autocast(self._runtime.device.type, dtype, enabled=dtype is not None)
         try:
-            self._model.eval()
-            with torch.no_grad(), torch.autocast(self._runtime.device.type, dtype, enabled=dtype is not None):
+            with evaluating(self._model), torch.no_grad(), autocast:
                 if callable(self._probe):
                     self._probe()
                 elif isinstance(self._probe, Mapping):
@@ -209,8 +209,6 @@ class Statistics:
                 else:
                     self._model(*self._probe or ())
         finally:
-            for module in training:
-                module.training = True
             self._current().observe(self._operands if self._armed else None)
 
     def _header(self) -> dict[str, Any]:

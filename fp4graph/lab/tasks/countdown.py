@@ -25,6 +25,7 @@ from fp4graph.errors import Error
 from fp4graph.lab.data.loading import Batch, InMemory
 from fp4graph.lab.tasks.language import llama
 from fp4graph.lab.tasks.task import Problem, Recipe, Settings, Task
+from fp4graph.model.evaluation import evaluating
 
 #: The count of numbers in a puzzle; each number is a digit from 1 to 9.
 NUMBERS = 3
@@ -236,17 +237,17 @@ def rollout(model: Any, prompts: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]
     """
     from transformers import LogitsProcessorList
 
-    completion, prompt, training = noise.shape[1], prompts.shape[1], model.training
+    completion, prompt = noise.shape[1], prompts.shape[1]
 
     def perturb(ids: Tensor, scores: Tensor) -> Tensor:
         return scores.float() + noise[:, ids.shape[1] - prompt]
 
-    generated = model.eval().generate(
-        prompts, attention_mask=torch.ones_like(prompts), logits_processor=LogitsProcessorList([perturb]),
-        max_new_tokens=completion, do_sample=False, use_cache=True, return_dict_in_generate=True, output_logits=True,
-        eos_token_id=END, pad_token_id=PAD,
-    )  # fmt: skip
-    model.train(training)
+    with evaluating(model):
+        generated = model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), logits_processor=LogitsProcessorList([perturb]),
+            max_new_tokens=completion, do_sample=False, use_cache=True, return_dict_in_generate=True,
+            output_logits=True, eos_token_id=END, pad_token_id=PAD,
+        )  # fmt: skip
     tokens = generated.sequences[:, prompt:]
     logits = torch.stack(generated.logits, 1).float()
     return nn.functional.pad(tokens, (0, completion - tokens.shape[1]), value=PAD), logits
