@@ -39,7 +39,8 @@ class PhasePlan:
         names: the names of the root's modules; None collects them.
 
     Attributes:
-        weights: every weight that a rule quantizes, or may quantize.
+        weights: every weight that a rule quantizes, or may quantize. If its module has several names, it is here once,
+            under the first name for which a rule does so.
         groups: the weights that share a tensor scale.
     """
 
@@ -48,12 +49,13 @@ class PhasePlan:
         state.require_free(root)
         with as_parameters(root):
             self.names = Names(root) if names is None else names
-            self.weights = [
-                weight
-                for fqn, module in root.named_modules(remove_duplicate=False)
-                for name, parameter in module._parameters.items()
-                if (weight := self._weight(fqn, module, name, parameter)) is not None
-            ]
+            weights: dict[tuple[nn.Module, str], Weight] = {}
+            for fqn, module in root.named_modules(remove_duplicate=False):
+                for name, parameter in module._parameters.items():
+                    weight = None if (module, name) in weights else self._weight(fqn, module, name, parameter)
+                    if weight is not None:
+                        weights[module, name] = weight
+            self.weights = list(weights.values())
             self.groups = siblings.groups_of(root, self.weights)
 
     @property
@@ -206,7 +208,8 @@ def prepare(
                 weight.add_entries(module_state)
     numbers: dict[tuple[Plan, ...], int] = {}
     for fqn, module in modules:
-        if (module_state := state.State.of(module)) is not None and module_state.has_sites:
+        module_state = state.State.of(module)
+        if module_state is not None and module_state.has_sites and module_state.fqn == fqn:  # once for all its names
             tag, entries = _tag(plan, fqn, module, planned, numbers)
             # This hook runs after hooks that set up weights: FSDP gathers them, weight normalization computes them.
             module.register_forward_pre_hook(hooks.MarkHook(current, fqn, tag, entries))

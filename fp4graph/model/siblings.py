@@ -56,6 +56,13 @@ def groups_of(root: nn.Module, weights: Iterable[Weight]) -> list[Group]:
     sharing = {layer_of(weight.name): weight for weight in weights if _shared(weight)}
     if not sharing:
         return []
+    by_place = {(weight.module, weight.parameter_name): weight for weight in sharing.values()}
+    of_any_name = {
+        layer_of(f"{fqn}.{name}".removeprefix(".")): weight
+        for fqn, module in root.named_modules(remove_duplicate=False)
+        for name in module._parameters
+        if (weight := by_place.get((module, name))) is not None
+    }
     present = {layer_of(name) for name, p in root.named_parameters(remove_duplicate=False) if p.dim() > 1}
     found: dict[tuple[str, tuple[str, ...]], Group] = {}
     claimed: dict[tuple[int, str], tuple[str, tuple[str, ...]]] = {}
@@ -64,7 +71,7 @@ def groups_of(root: nn.Module, weights: Iterable[Weight]) -> list[Group]:
         families = *_shared(weight)[0].entry.families, *SIBLINGS
         family = next((each for each in families if last in each), (last,))
         paths = {each: f"{owner}.{each}".removeprefix(".") for each in family}
-        members = {each: sharing.get(path) for each, path in paths.items() if path in present}
+        members = {each: of_any_name.get(path) for each, path in paths.items() if path in present}
         for each, sibling in members.items():
             _require_equal(weight, sibling, paths[each])
         for sibling in filter(None, members.values()):

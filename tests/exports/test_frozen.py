@@ -308,6 +308,14 @@ def test_models_that_cannot_be_packed_are_named():
         fp4graph.pack_frozen(nn.Linear(64, 64))
 
 
+def test_a_module_of_two_names_is_packed_once():
+    layer = nn.Linear(64, 64).requires_grad_(False)
+    net = applied(from_fprop(match={"op": "linear"}), nn.Sequential(layer, nn.GELU(), layer))
+    expected = evaluated(net)
+    assert torch.equal(evaluated(fp4graph.pack_frozen(net)), expected)
+    assert [name for name, _ in fp4graph.unpack_frozen(net).named_parameters()] == ["0.weight", "0.bias"]
+
+
 @pytest.mark.slow
 def test_weights_that_train_are_not_packed():
     net = applied(net=model().requires_grad_(True))

@@ -45,6 +45,7 @@ POLICIES = {
     "q_ramping": of_experts({"q_ramping": {"t_update": 4, "t0": 2, "n_max": 2, "k1": 1.0}}),
     "dampen": of_experts({"dampen": {"strength": 0.1}}),
     "freeze": of_experts({"freeze": {"threshold": 0.01}}),
+    "shared scales": of_experts({"tensor_scaling": {"share": "siblings"}}),
     "hadamard": of_experts("tensor_scaling", {"hadamard": {"block": 16}}),
 }
 
@@ -196,6 +197,7 @@ CASES = {
     "branches": Case(partial(Stack, Branches)),
     "owner": Case(owner, more_each_step),
     "linear": Case(partial(nn.Linear, 64, 64)),
+    "one block under two names": Case(lambda: nn.Sequential(*[Mlp(64, 96, 64, F.gelu)] * 2)),
     "attends": Case(attends, sequences),
     "attends, in evaluation": Case(lambda: attends().eval(), sequences),
     "grouped": Case(partial(Mixture, "grouped", 3), **of_mixtures),
@@ -424,6 +426,7 @@ ROWS = [
     *rows(["calls"], ["mxfp4-full-rht"], ["method"]),
     *rows(["vit"], ["tetrajet-qema"], ["methods of a part"]),
     *rows(["linear"], ["stochastic"], ["uncompiled", "forward", "copy"]),
+    *rows(["one block under two names"], ["q_ema", "shared scales"], ["uncompiled"]),
     *rows(["disables", "logs"], ["tetrajet", "tetrajet-qema"], ["call"], long=["tetrajet"]),
     *rows(["borrows"], ["tetrajet", "tetrajet-qema", "tetrajet-qramping", "tetrajet-dampen"], ["call", "uncompiled"]),
     *rows(BORROWING, ["tetrajet-qema", "tetrajet"], ["uncompiled"], long=[*BORROWING[1:], "tetrajet"]),
