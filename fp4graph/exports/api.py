@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,8 @@ def _write(
         errors = ", ".join(f"{name} {sibling['error']:.2e}" for name, sibling in changes[-1]["own"].items())
         print(f"{group.owner}: one tensor scale, relative error {changes[-1]['error']:.2e} ({errors})")
     state_dict = state.strip(root.state_dict())
-    kept = {name: x for name, x in state_dict.items() if name not in done and isinstance(x, Tensor)}
+    written = _all_names(root, done)
+    kept = {name: x for name, x in state_dict.items() if name not in written and isinstance(x, Tensor)}
     write_tensors(folder, tensors | layout.kept(root, _without_aliases(kept)), max_shard_size)
     layout.write_config(folder, Exported(root, schemes, kept_modules(root, kept)))
     if changes:
@@ -182,6 +183,17 @@ def _scales(
             "(--weights-only)"
         )
     return scales, True
+
+
+def _all_names(root: nn.Module, names: Collection[str]) -> set[str]:
+    """Return ``names`` of parameters, and their other names, which they have if a module has several."""
+    named = [
+        (f"{fqn}.{name}".removeprefix("."), (module, name))
+        for fqn, module in root.named_modules(remove_duplicate=False)
+        for name in module._parameters
+    ]
+    places = {place for name, place in named if name in names}
+    return {name for name, place in named if place in places}
 
 
 def _without_aliases(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:

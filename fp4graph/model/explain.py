@@ -61,7 +61,7 @@ def explain(model: nn.Module, policy: Any, args: Any = (), kwargs: Mapping[str, 
     ]
     problem = problem or _missing(sites, counts)
     text = None if problem is None else str(problem)
-    groups = tuple(tuple(w.name for w in group.weights.values()) for group in runtime.plan.groups)
+    groups = tuple(tuple(dict.fromkeys(w.name for w in group.weights.values())) for group in runtime.plan.groups)
     return Explanation(loaded, tuple(sites), blocks, text, runtime.capture.graphs, tuple(g for g in groups if g[1:]))
 
 

@@ -62,6 +62,19 @@ def test_tied_weights_stay_tied_and_the_older_configuration_file_of_modelopt_is_
     assert torch.equal(model.inner.weight, load(small / MODELOPT).inner.weight)
 
 
+def test_a_module_of_two_names_is_written_once_and_read(tmp_path):
+    layer, x = nn.Linear(64, 64), torch.randn(4, 64)
+    data = by_rule(NVFP4, operands={"fprop.input": "keep"})
+    with torch.no_grad():
+        model = applied(nn.Sequential(layer, nn.ReLU(), layer), data).eval()
+        y = model(x)
+        for layout in (CT, MODELOPT):
+            fp4graph.export(model, tmp_path / layout, format=layout)
+            other = nn.Linear(64, 64)
+            read = load(tmp_path / layout, nn.Sequential(other, nn.ReLU(), other))
+            assert torch.equal(applied(read, data).eval()(x), y)
+
+
 @pytest.mark.parametrize(
     ("dtype", "factor", "message"),
     [
