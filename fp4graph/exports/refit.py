@@ -13,7 +13,7 @@ from fp4graph.errors import Error, suggest
 from fp4graph.exports.names import keeps_stacks
 from fp4graph.exports.packing import Matrix, element_bytes, matrices, require_storable, scale_bytes
 from fp4graph.exports.siblings import Siblings, require_shared
-from fp4graph.exports.weights import Fp4Weight, fp4_weights, refusal, refuse_computed
+from fp4graph.exports.weights import Fp4Weight, fp4_weights, refuse_computed
 from fp4graph.graph.siblings import layer_of
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.runtime import require_runtime
@@ -82,8 +82,6 @@ def _matrices(root: nn.Module, *, check: bool) -> Iterator[PackedMatrix]:
     done: set[str] = set()
     for weight in fp4_weights(runtime, activations=False):
         require_storable(weight)
-        if ".base_layer." in weight.name:
-            raise refusal(weight, "it has adapters beside it", "merge them first (merge_and_unload), and apply again")
         done.add(weight.name)
         if pending and _owner(pending[-1]) != _owner(weight):
             yield from _packed(root, pending, check=check)

@@ -26,6 +26,7 @@ from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.gemm import GemmProgram
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import total
+from fp4graph.policy.adapters import is_of_adapters
 from fp4graph.technique import Part
 from fp4graph.technique.operands import Operand
 
@@ -99,9 +100,10 @@ def fp4_weights(runtime: Runtime, *, activations: bool = True) -> Iterator[Fp4We
         activations: whether to include the quantizers of activations.
 
     Raises:
-        ExportError: no format can hold a weight or its activations.
+        ExportError: the model has adapters, or no format can hold a weight or its activations.
         Error: the model was not called in the present phase, or is sharded.
     """
+    _require_merged(runtime.root)
     used = [weight for weight in runtime.weights if weight.is_captured]
     current_phase = runtime.policy.phase(_count(runtime), runtime.settings.total_forwards)
     if (runtime.weights and not used) or current_phase != runtime.phase:
@@ -143,6 +145,16 @@ def fp4_weights(runtime: Runtime, *, activations: bool = True) -> Iterator[Fp4We
                 f"keep {weight.name.rpartition('.')[0]} in high precision, or untie the two",
             )
         yield _of(weight, plan.program.fprop, runtime, activations)
+
+
+def _require_merged(root: nn.Module) -> None:
+    """Raise an ExportError if the model has adapters."""
+    names = dict(root.named_modules())
+    if of_adapters := [x for x in names if x.rpartition(".")[2] == "base_layer" or is_of_adapters(x, names)]:
+        raise ExportError(
+            f"cannot export {of_adapters[0]}: the model has adapters, and servers do not know the names of adapted "
+            "layers. Merge them first (merge_and_unload), and apply again"
+        )
 
 
 def refuse_computed(runtime: Runtime, done: Collection[str]) -> None:

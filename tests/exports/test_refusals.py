@@ -15,6 +15,7 @@ from fp4graph.errors import Error
 from fp4graph.exports import ExportError
 from tests.exports.models import GROUPED, MXFP4, NVFP4, Tied, by_rule, gpt2, mixture, policy, trained
 from tests.helpers.training import applied
+from tests.model.test_adapters import Lora
 
 pytest.importorskip("compressed_tensors")
 X = torch.randn(4, 64)
@@ -53,6 +54,12 @@ def computed(change):
     net = Net()
     change(net.inner)
     return called(net, "mxfp4", X)
+
+
+def adapted():
+    net = Net()
+    net.outer = Lora(net.outer)  # the policy keeps this layer
+    return called(net, by_rule(MXFP4, match={"module": "inner"}), X)
 
 
 def experts(quantize, **rule):
@@ -119,6 +126,7 @@ WEIGHTS = {
     ),
     "weight norm": (partial(computed, parametrizations.weight_norm), {}, COMPUTED),
     "pruned": (partial(computed, partial(prune.random_unstructured, name="weight", amount=0.5)), {}, COMPUTED),
+    "adapted": (adapted, {}, r"cannot export outer: the model has adapters.*Merge them first \(merge_and_unload\)"),
     "conv1d": (partial(conv1d, match={"block": True}), {}, CONV1D),
     "square conv1d": (partial(conv1d, match={"module": "*.attn.c_proj"}), {}, CONV1D),  # fits either way round
     "conv1d in modelopt": (partial(conv1d, NVFP4), IN_MODELOPT, CONV1D),
