@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fp4graph.exports.weights import Fp4Weight, refusal
+from fp4graph.exports.weights import NO_LAYER, Fp4Weight, refusal
 
 
 def stored_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -43,12 +43,15 @@ def by_module(model: nn.Module, weight: Fp4Weight, parts: Sequence[Tensor]) -> d
         parts: tensors ``[..., N, ?]`` with the axes of the weight's parameter. They are split like the parameter.
 
     Raises:
-        ExportError: the checkpoint holds the experts in one tensor, or the model's checkpoints are unknown.
+        ExportError: it is not the weight of a layer, the checkpoint holds the experts in one tensor, or the model's
+            checkpoints are unknown.
     """
     of_module: dict[str, tuple[Tensor, ...]] = {}
     for part in parts:
         for name, tensor in stored_names(model, {weight.name: part}).items():
             module, _, last = name.rpartition(".")
+            if weight.elements.dim() == 2 and last != "weight":
+                raise refusal(weight, *NO_LAYER)
             if last != "weight" or tensor.dim() != 2:
                 raise refusal(
                     weight,

@@ -40,6 +40,11 @@ _REFUSED = {
     "around": "replaces the result of the quantizer",
     "after": "changes the dequantized values",
 }
+#: Why a matrix that is not the weight of a layer cannot be exported, and the remedy.
+NO_LAYER = (
+    "checkpoints name weights in FP4 by a layer inside the model, and it is not the weight of one",
+    "multiply with it in an nn.Linear inside the model, or keep it in high precision",
+)
 
 
 class ExportError(Error):
@@ -144,6 +149,8 @@ def fp4_weights(runtime: Runtime, *, activations: bool = True) -> Iterator[Fp4We
                 f"{embedding} is the same parameter and needs it in high precision",
                 f"keep {weight.name.rpartition('.')[0]} in high precision, or untie the two",
             )
+        if not weight.fqn:
+            raise refusal(weight, *NO_LAYER)
         yield _of(weight, plan.program.fprop, runtime, activations)
 
 
@@ -158,19 +165,26 @@ def _require_merged(root: nn.Module) -> None:
 
 
 def refuse_computed(runtime: Runtime, done: Collection[str]) -> None:
-    """Raise an ExportError if a quantized layer's weight is not in ``done``, because a forward computes it."""
+    """Raise an ExportError if a product's quantized weight is not in ``done``: a forward computes it, or it is a
+    parameter that is not the weight of a layer."""
     named = dict(runtime.root.named_parameters(remove_duplicate=False))
     written = {id(named[name]) for name in done if name in named}
     owners = {name.rpartition(".")[0] for name in (*done, *(n for n, x in named.items() if id(x) in written))}
+    held = {use.module: use for use in runtime.capture.uses.values() if use.decision.rule.quantizes}
     for site in runtime.sites:
         has_weight = site.op not in ("matmul", "sdpa") and site.operands.get(Operand.FPROP_WEIGHT) is not None
-        if has_weight and site.module not in owners:
-            raise ExportError(
-                f"cannot export {site.module}, which rule {site.rule!r} quantizes: its weight is computed in the "
-                "forward (weight_norm, pruning, a hypernetwork), so no tensor of the model holds it. Make it a "
-                "parameter first (torch.nn.utils.parametrize.remove_parametrizations or torch.nn.utils.prune.remove), "
-                "or keep the layer in high precision"
-            )
+        if not has_weight or site.module in owners:
+            continue
+        if (use := held.get(site.module or "")) is not None:
+            raise _refusal(f"{use.module}.{use.parameter}".removeprefix("."), site.rule, *NO_LAYER)
+        raise _refusal(
+            site.module or "(root)",
+            site.rule,
+            "its weight is computed in the forward (weight_norm, pruning, a hypernetwork), so no tensor of the model "
+            "holds it",
+            "make it a parameter first (torch.nn.utils.parametrize.remove_parametrizations or "
+            "torch.nn.utils.prune.remove), or keep the layer in high precision",
+        )
 
 
 def _embedded(root: nn.Module) -> dict[int, str]:
@@ -327,7 +341,8 @@ def _named(parts: tuple[Part, ...]) -> str:
 
 def refusal(weight: Weight | Fp4Weight, why: str, remedy: str) -> ExportError:
     """Return the error about a weight that cannot be exported."""
-    rule = weight.rule if isinstance(weight.rule, str) else weight.rule.name
-    return ExportError(
-        f"cannot export {weight.name}, which rule {rule!r} quantizes: {why}. {remedy[0].upper()}{remedy[1:]}"
-    )
+    return _refusal(weight.name, weight.rule if isinstance(weight.rule, str) else weight.rule.name, why, remedy)
+
+
+def _refusal(name: str, rule: str | None, why: str, remedy: str) -> ExportError:
+    return ExportError(f"cannot export {name}, which rule {rule!r} quantizes: {why}. {remedy[0].upper()}{remedy[1:]}")

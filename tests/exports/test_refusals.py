@@ -8,12 +8,14 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 import fp4graph
 from fp4graph.errors import Error
 from fp4graph.exports import ExportError
 from tests.exports.models import GROUPED, MXFP4, NVFP4, Tied, by_rule, gpt2, mixture, policy, trained
+from tests.helpers.models import module_of
 from tests.helpers.training import applied
 from tests.model.test_adapters import Lora
 
@@ -54,6 +56,11 @@ def computed(change):
     net = Net()
     change(net.inner)
     return called(net, "mxfp4", X)
+
+
+def multiplying(multiply, **held):
+    """Return a model that multiplies ``x`` with what it holds, called under a policy for all layers."""
+    return called(module_of(multiply, **held), by_rule(MXFP4), X)
 
 
 def adapted():
@@ -114,6 +121,8 @@ def test_what_the_format_cannot_say(wrong, tmp_path):
 CONV1D = r"h\.0\.attn\.c_\w+\.weight, .*\[in, out\].*Conv1D.*[kK]eep such layers in high precision"
 COMPUTED = r"^cannot export inner, .*computed in the forward.*remove_parametrizations"
 MX, IN_MODELOPT, IN_GPT_OSS = partial(under, MXFP4), {"format": "modelopt"}, {"format": "gpt-oss"}
+NO_LAYER = r"^cannot export {}, which rule 'the rule' quantizes: checkpoints name weights in FP4 by a layer.*nn\.Linear"
+MATRIX = nn.Parameter(torch.randn(64, 64))
 #: Models, options of export(), and the text of the error about a weight.
 WEIGHTS = {
     "MXFP4 in modelopt": (MX, IN_MODELOPT, r"rule 'the rule' .*do not support MXFP4.*compressed-tensors"),
@@ -125,6 +134,28 @@ WEIGHTS = {
         r"embed\.weight is the same parameter.*[Kk]eep head",
     ),
     "weight norm": (partial(computed, parametrizations.weight_norm), {}, COMPUTED),
+    "hypernetwork": (
+        partial(multiplying, lambda self, x: F.linear(x, 2 * self.w), w=MATRIX),
+        {},
+        COMPUTED.replace("inner", r"\(root\)"),
+    ),
+    "layer": (lambda: called(nn.Linear(64, 64), by_rule(MXFP4), X), {}, NO_LAYER.format("weight")),
+    "scaled layer": (
+        lambda: called(nn.Linear(64, 64), by_rule(NVFP4, "tensor_scaling"), X),
+        {"calibration": [X]},
+        NO_LAYER.format("weight"),
+    ),
+    "matrix": (partial(multiplying, lambda self, x: F.linear(x, self.w), w=MATRIX), {}, NO_LAYER.format("w")),
+    "list of matrices": (
+        partial(multiplying, lambda self, x: F.linear(x, self.ws[0]), ws=nn.ParameterList([MATRIX])),
+        {},
+        NO_LAYER.format(r"ws\.0"),
+    ),
+    "attention": (
+        partial(multiplying, lambda self, x: self.a(x, x, x, need_weights=False)[0], a=nn.MultiheadAttention(64, 2)),
+        {},
+        NO_LAYER.format(r"a\.in_proj_weight"),
+    ),
     "pruned": (partial(computed, partial(prune.random_unstructured, name="weight", amount=0.5)), {}, COMPUTED),
     "adapted": (adapted, {}, r"cannot export outer: the model has adapters.*Merge them first \(merge_and_unload\)"),
     "conv1d": (partial(conv1d, match={"block": True}), {}, CONV1D),
