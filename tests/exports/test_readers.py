@@ -300,9 +300,17 @@ def test_which_scale_a_server_takes(name, server):
 
 
 def test_tensors_of_torch_are_fused_as_arrays_are():
-    """A trainer may pass its packed weights without a file."""
+    """A trainer may pass its packed weights without a file, from any device."""
+
+    class OnDevice(torch.Tensor):
+        def cpu(self):
+            return self.as_subclass(torch.Tensor)
+
+        def numpy(self):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
     tensors, config = checkpoint(MODELOPT, [2, 2, 2], LINEAR)
-    held = {name: torch.from_numpy(array) for name, array in tensors.items()}
+    held = {name: torch.from_numpy(array).as_subclass(OnDevice) for name, array in tensors.items()}
     for name in LINEAR:
         held[f"{name}.weight_scale"] = held[f"{name}.weight_scale"].view(torch.float8_e4m3fn)
     (layer,), (other,) = fuse(tensors, config).values(), fuse(held, config).values()

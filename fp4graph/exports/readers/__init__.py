@@ -53,7 +53,7 @@ def fuse(tensors: Mapping[str, Any], config: Mapping[str, Any], server: str = "v
     precision are left out.
 
     Args:
-        tensors: NumPy arrays or CPU tensors by their names in the checkpoint. Block scales are bytes or FP8. Tensors of
+        tensors: NumPy arrays or tensors by their names in the checkpoint. Block scales are bytes or FP8. Tensors of
             unquantized layers may be of any type, or missing.
         config: the content of ``config.json``, with its ``quantization_config``.
         server: ``vllm``, ``sglang`` or ``tensorrt-llm``.

@@ -166,8 +166,8 @@ def _bytes(tensors: Mapping[str, Any], key: str, server: str) -> Bytes:
     if key not in tensors:
         raise _error(server, key, "the checkpoint does not have it")
     tensor = tensors[key]
-    array: Bytes = (tensor.view(torch.uint8).numpy() if isinstance(tensor, torch.Tensor) else tensor).view(np.uint8)
-    return array
+    array: Bytes = tensor.view(torch.uint8).cpu().numpy() if isinstance(tensor, torch.Tensor) else tensor
+    return array.view(np.uint8)
 
 
 def _error(server: str, name: str, why: str) -> ServerError:
