@@ -24,7 +24,7 @@ from fp4graph.files import write
 from fp4graph.graph.nested import nested
 from fp4graph.lab import jsonlines
 from fp4graph.lab.candidates import BUDGETS, EXACT, Candidates, Floats, bound_text, total
-from fp4graph.lab.comparison.record import locked
+from fp4graph.lab.comparison.record import locked, name_of, source_of
 from fp4graph.lab.comparison.timing import timed
 from fp4graph.lab.comparison.training import Log
 from fp4graph.lab.linears import Loss
@@ -227,7 +227,8 @@ def _scores(
     )
     if folder is None:
         return measured().scores
-    digest = hashlib.sha256(repr((sorted(options.items()), [policy.fingerprint for policy in policies])).encode())
+    fingerprints, function = [policy.fingerprint for policy in policies], (name_of(loss), source_of(loss))
+    digest = hashlib.sha256(repr((sorted(options.items()), fingerprints, function)).encode())
     for leaf in nested((model.state_dict(), batches), object):
         tensor = leaf.detach().cpu().contiguous() if isinstance(leaf, torch.Tensor) else None
         digest.update(repr(leaf).encode() if tensor is None else tensor.flatten().view(torch.uint8).numpy().tobytes())

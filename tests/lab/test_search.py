@@ -241,6 +241,19 @@ def test_bad_input_is_named(options, message):
         search(model_of(), loss, **{"formats": FORMATS, "batches": batches(1), **options})
 
 
+def squared(model, batch):
+    return model(batch).square().mean()
+
+
+@pytest.mark.slow
+def test_scores_of_another_loss_are_not_used_again(tmp_path):
+    options = {"formats": ("nvfp4", "bf16"), "bits": 6, "folder": tmp_path}
+    first, again = (search(model_of(), loss, batches(1), **options) for _ in range(2))
+    assert again.text == first.text
+    with pytest.raises(fp4graph.Error, match="scores of another model, loss, batches or formats"):
+        search(model_of(), squared, batches(1), **options)
+
+
 @pytest.mark.long
 def test_the_command_writes_a_policy_that_check_accepts(tmp_path):
     here, file = "tests.lab.test_search", tmp_path / "mine.yaml"

@@ -36,14 +36,14 @@ Line = Mapping[str, Any]
 
 
 def name_of(train: Callable[..., Any]) -> str:
-    """Return ``module:name`` of a training function, or ``str(train)`` of another callable."""
+    """Return ``module:name`` of a user's function, or ``str(train)`` of another callable."""
     if isinstance(train, functools.partial):
         return f"{name_of(train.func)} with {train.args}, {train.keywords}"
     name = getattr(train, "__qualname__", None)
     return str(train) if name is None else f"{train.__module__}:{name}"
 
 
-def _source_of(train: Callable[..., Any]) -> str | None:
+def source_of(train: Callable[..., Any]) -> str | None:
     """Return a digest of a function's source, or of a dataclass's settings; None if neither is available."""
     try:
         source = repr(train) if is_dataclass(train) else inspect.getsource(getattr(train, "func", train))
@@ -138,7 +138,7 @@ def recording(folder: Path, train: Callable[..., Any], policies: Sequence[Policy
     with locked(folder / LOCK, lambda: str(Record(folder).header.get("process", "another process"))):
         jsonlines.cut_torn_line(folder / RUNS)
         record = Record(folder)
-        name, source = name_of(train), _source_of(train)
+        name, source = name_of(train), source_of(train)
         record.require_same(name, source, policies)
         header = {
             "format": FORMAT, "version": VERSION, "train": name, "source": source,
