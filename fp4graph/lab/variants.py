@@ -59,7 +59,7 @@ def only(policy: Policy, operands: Collection[Operand], name: str | None = None)
         policy, name=name or policy.name, rules=tuple(rules), default=default, phases=phases,
         techniques=_left(policy.techniques, specs),
     )  # fmt: skip
-    if not derived.quantizes:
+    if not derived.ever_quantizes:
         return dataclasses.replace(derived, implied=(), phases=(), expect=Expect())
     return load_policy(yaml.safe_load(derived.to_yaml()))  # resolves the specs and checks them again
 

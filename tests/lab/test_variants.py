@@ -7,8 +7,9 @@ from torch import nn
 import fp4graph
 from fp4graph.lab.variants import VARIANTS, only, variants
 from fp4graph.model.runtime import runtime_of
-from fp4graph.technique.operands import Operand
+from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.registry import default_registry
+from tests.helpers.policies import one_rule
 
 SHIPPED = {
     **{f"tetrajet-q{number}": ("tetrajet", "operand", f"Q{number}") for number in range(1, 7)},
@@ -36,6 +37,16 @@ def test_variants_are_named_in_the_order_of_the_table():
     assert list(variants("mxfp4-fprop-dgrad", "gemm")) == ["none", "fprop", "dgrad", "fprop+dgrad", "all"]
     with pytest.raises(fp4graph.Error, match=r"got 'gem'; did you mean 'gemm'"):
         variants("tetrajet", "gem")
+
+
+def test_a_policy_that_quantizes_in_a_later_phase_alone_has_variants_that_do():
+    later = {"at": 4, "rules": one_rule(match={"op": "linear"})["rules"]}
+    keeps = [{"name": "all", "match": {"op": "linear"}, "keep": "later"}]
+    derived = variants(one_rule(rules=keeps, default="keep", phases=[later]), "gemm")
+    assert list(derived) == ["none", "fprop", "dgrad", "wgrad", "fprop+dgrad", "all"]
+    assert not derived["none"].phases
+    specs = derived["dgrad"].phases[0].policy.rules[0].specs
+    assert {operand.gemm for operand, spec in specs.items() if spec is not None} == {Gemm.DGRAD}
 
 
 @pytest.mark.long
