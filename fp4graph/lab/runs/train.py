@@ -39,7 +39,7 @@ __all__ = ["Outcome", "Run", "Validation", "restored", "train"]
 LOOK_EVERY = 10
 #: About how many lines of training metrics a whole run writes; validations add lines of their own.
 LINES = 1000
-#: The counts in a checkpoint's progress, which also holds the history.
+#: The counts in a checkpoint's progress, which also holds the history and what the next line of metrics needs.
 COUNTS = "step", "seconds", "sites", "quantized"
 #: The number of validation samples on which statistics are measured (Training.probe).
 PROBE = 8
@@ -148,7 +148,8 @@ class Training:
         if settings.optimizer == "stablespam":
             self.complexity += default_registry().techniques["stable_spam"]().complexity
         self.step = self.sites = self.quantized = 0
-        self.largest_norm = torch.zeros((), device=self.device)  # of gradients since the last line of metrics
+        self.since_line: list[Tensor] = []  # the losses since the last line of metrics
+        self.largest_norm = torch.zeros((), device=self.device)  # of gradients since then
         self.seconds = 0.0
         self.history: list[Validation] = []
 
@@ -169,12 +170,16 @@ class Training:
             for name in COUNTS:
                 setattr(self, name, progress[name])
             self.history = [Validation(**entry) for entry in progress["history"]]
+            self.since_line = [torch.tensor(loss, device=self.device) for loss in progress["since_line"]]
+            self.largest_norm = torch.tensor(progress["largest_norm"], device=self.device)
         except (KeyError, TypeError) as error:
-            raise Error(f"{file} was not written by fp4graph train: its progress lacks {error}") from None
+            raise Error(f"{file} was not written by fp4graph train of this version: its progress lacks {error}") from None
 
     def save(self, file: Path) -> None:
         progress = {name: getattr(self, name) for name in COUNTS}
         progress["history"] = [dataclasses.asdict(entry) for entry in self.history]
+        progress["since_line"] = [loss.item() for loss in self.since_line]
+        progress["largest_norm"] = self.largest_norm.item()
         states: dict[str, Any] = {"scaler": self.scaler, "scheduler": self.scheduler, "progress": progress}
         checkpoint.save(file, self.model, self.optimizer, **states)
 
@@ -195,7 +200,6 @@ class Training:
         look_every = 1 if self.device.type == "cpu" else LOOK_EVERY
         line_every = max(1, self.steps // LINES)
         since_validation: list[Tensor] = []
-        since_line: list[Tensor] = []
         started = time.perf_counter() - self.seconds
         diverged = False
         self.model.train()
@@ -203,7 +207,7 @@ class Training:
             loss = self._step(list(islice(batches, settings.accumulate)))
             self.step += 1
             since_validation.append(loss)
-            since_line.append(loss)
+            self.since_line.append(loss)
             if self.step == 1:
                 # Generations, recompilations and other modes capture a GEMM again; count it once.
                 sites = require_runtime(self.model, "train").sites
@@ -218,8 +222,8 @@ class Training:
             if folder is not None and (self.step % line_every == 0 or diverged):
                 rate = self.optimizer.param_groups[0]["lr"]
                 values = {"gradient_norm": self.largest_norm.item(), "lr": float(rate), "seconds": self.seconds}
-                folder.line(self.step, train_loss=_mean(since_line), **values)
-                since_line.clear()
+                folder.line(self.step, train_loss=_mean(self.since_line), **values)
+                self.since_line.clear()
                 self.largest_norm.zero_()
             self.scheduler.step()
             if validates and not diverged:
