@@ -98,6 +98,20 @@ def claimed(study, space, configuration=None, target=9):
     return study.claim(configuration or propose(space, study.trials(), 0), space, "elsewhere:1", target)
 
 
+def first_heartbeat_fails(monkeypatch):
+    """Raise the error of a database that is away at the first heartbeat; return a list of the later ones."""
+    record, away, recorded = RDBStorage.record_heartbeat, iter([True]), []
+
+    def once_away(storage, identifier):
+        if next(away, False):
+            raise optuna.exceptions.StorageInternalError("away")
+        recorded.append(identifier)
+        record(storage, identifier)
+
+    monkeypatch.setattr(RDBStorage, "record_heartbeat", once_away)
+    return recorded
+
+
 def counted(study):
     return [trial for trial in study.trials() if trial.counts]
 
@@ -258,20 +272,20 @@ def test_the_trial_of_a_worker_that_sends_heartbeats_goes_on(url, table10, monke
     study = make(url, table10, patience=patience)
     claim = claimed(study, table10)
     until = time.monotonic() + 2 * patience
-    record, away = RDBStorage.record_heartbeat, iter([True])
-
-    def once_away(storage, identifier):
-        if next(away, False):
-            raise optuna.exceptions.StorageInternalError("away")
-        record(storage, identifier)
-
-    monkeypatch.setattr(RDBStorage, "record_heartbeat", once_away)  # which would end Optuna's thread
+    recorded = first_heartbeat_fails(monkeypatch)  # which would end Optuna's thread
     with study.beating(claim.number):
         while time.monotonic() < until:
             study.lose_silent(study.trials())
             time.sleep(0.1)
     assert states(study) == ["running"]
-    assert next(away, None) is None
+    assert recorded
+
+
+def test_an_observer_sends_the_first_heartbeat_until_the_database_has_it(study, table10, monkeypatch):
+    claim, recorded = claimed(study, table10), first_heartbeat_fails(monkeypatch)
+    study.lose_silent(study.trials())
+    study.lose_silent(study.trials())
+    assert recorded == [claim._trial_id]
 
 
 def test_a_result_whose_writer_died_before_telling_optuna_is_kept(study, table10):

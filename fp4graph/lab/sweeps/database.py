@@ -96,6 +96,10 @@ class Storage(RDBStorage):
         with suppress(*AWAY):  # an error would end Optuna's heartbeat thread; the next heartbeat may succeed
             super().record_heartbeat(trial_id)
 
+    def begin_heartbeats(self, trial_id: int) -> None:
+        """Record a heartbeat that no other will replace; raise :class:`Away` if the database does not answer."""
+        self.patiently(lambda: super(Storage, self).record_heartbeat(trial_id))
+
 
 def _patient(name: str) -> Callable[..., Any]:
     method = getattr(RDBStorage, name)

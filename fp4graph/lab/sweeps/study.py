@@ -208,8 +208,8 @@ class Study:
     def lose_silent(self, trials: list[Trial]) -> None:
         """Lose the running trials whose workers sent no heartbeat for too long."""
         for number in [t.number for t in trials if t.state == "running" and t.number not in self._seen]:
-            self._seen.add(number)  # without a heartbeat, a trial never becomes stale
-            self.storage.record_heartbeat(self._trial_id(number))
+            self.storage.begin_heartbeats(self._trial_id(number))  # without one, a trial never becomes stale
+            self._seen.add(number)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)
             fail_stale_trials(self._study)
