@@ -195,11 +195,14 @@ def test_cifar10_is_read_from_its_files(task, quantized, tmp_path):
         ("deit-tiny", "hf:{tmp}/nowhere", "cannot be loaded"),
         ("text", "{tmp}/nowhere", "nowhere does not exist"),
         ("text", "{tmp}/short.txt", "too few for sequences of 64; give more text"),
+        ("text", "{tmp}/held_out", r"has only text to validate on \(wiki.valid.raw\); add a file without 'valid' in"),
     ],
 )
 def test_the_error_of_missing_data_says_where_to_put_them(task, data, says, tmp_path, monkeypatch):
     monkeypatch.setattr(OpenerDirector, "open", Mock(side_effect=URLError("no network")))
     (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "held_out").mkdir()
+    (tmp_path / "held_out" / "wiki.valid.raw").write_text("text " * 100)
     (tmp_path / "cifar-10-batches-py").mkdir()
     tarfile.open(tmp_path / "cifar-10-python.tar.gz", "w:gz").close()
     with pytest.raises(Error, match=says):
@@ -327,6 +330,16 @@ def test_a_llama_learns_a_text_file(tmp_path):
     outcome = train(Run("text", policy="mxfp4", data=str(file), batch_size=8, steps=30, device="cpu", lr=1e-2))
     assert outcome.validation_loss < 3.5  # bytes begin at ln 256 = 5.5
     assert outcome.metrics["perplexity"] == pytest.approx(np.exp(outcome.validation_loss))
+
+
+def test_tokens_are_kept_for_each_split_of_a_text(tmp_path, monkeypatch):
+    monkeypatch.setenv("FP4GRAPH_DATA", str(tmp_path))
+    splits = [language.Parts(["some words "], ["of text"]), language.Parts(["some ", "words "], ["of text"]),
+              language.Parts(["some words of "], ["text"])]  # fmt: skip
+    counts = [[language.prepared(split, 300).train.tolist().count(language.SEPARATOR) for split in splits] for _ in "ab"]
+    assert counts == 2 * [[1, 2, 1]]
+    first, _, last = (language.prepared(split, 300) for split in splits)
+    assert len(first.train) < len(last.train)
 
 
 @pytest.mark.parametrize("vocabulary", [256, 400])

@@ -87,6 +87,10 @@ def text_files(path: Path) -> Parts:
         validation = [file for file in files if "valid" in file.name.lower()]
     if not files:
         raise Error(f"--data {path} has no text files; give a file or folder of text")
+    if len(validation) == len(files):
+        raise Error(
+            f"--data {path} has only text to validate on ({validation[0].name}); add a file without 'valid' in its name"
+        )
     if validation or len(files) > 1:
         return _read(files, validation or files[::20])
     (text,) = _read(files, []).train
@@ -127,8 +131,10 @@ def prepared(texts: Parts, vocabulary: int) -> Parts:
     if vocabulary == BYTES:
         return tokenize(texts)
     checksum = 0
-    for part in (*texts.train, *texts.validation):
-        checksum = zlib.crc32(part.encode(), checksum)
+    for part in (texts.train, texts.validation):
+        checksum = zlib.crc32(repr([len(text) for text in part]).encode(), checksum)  # where each document ends
+        for text in part:
+            checksum = zlib.crc32(text.encode(), checksum)
     cache = data_folder("tokens") / f"{checksum:08x}-{vocabulary}"
     try:
         if not (cache / "validation.npy").exists():  # the last file that is written
