@@ -181,7 +181,7 @@ def _config_of(text: str) -> Any:
 def _keywords(text: str) -> dict[str, Any]:
     """Return the literals of ``key=value, ...``; raise SyntaxError or ValueError for other values."""
     call = ast.parse(f"_({text})", mode="eval").body
-    if not isinstance(call, ast.Call) or call.args:
+    if not isinstance(call, ast.Call) or call.args or any(each.arg is None for each in call.keywords):  # **mapping
         raise ValueError(text)
     return {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
 

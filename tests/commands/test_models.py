@@ -95,6 +95,7 @@ def test_inputs_of_a_class_or_a_model_have_the_given_size():
         ("nothing.json", "nothing.json cannot be read as a config of transformers"),
         ("hf:LlamaConfig(hidden_size=64", "is not a config; write hf:LlamaConfig("),
         ("hf:LlamaConfig(64)", "is not a config; write hf:LlamaConfig("),
+        ("hf:LlamaConfig(**{'hidden_size': 64})", "is not a config; write hf:LlamaConfig("),
         ("hf:LlamaConfig(hidden_size=open('x'))", "is not a config; write hf:LlamaConfig("),
         ("hf:LamaConfig()", "has no config 'LamaConfig'; did you mean 'LlamaConfig'?"),
         ("hf:LlamaModel()", "has no config 'LlamaModel'"),
