@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fp4graph.errors import Error
 from fp4graph.model.runtime import runtime_of
 from fp4graph.policy import Policy
 
@@ -33,10 +34,19 @@ def _hugging_face(trainer: Any, policy: Policy, seed: int, log: Any) -> float | 
     """Run a Trainer, under ``policy`` unless the user's function has applied a policy.
 
     Return the evaluation loss; without evaluation data, the training loss, or None if losses were logged.
+
+    Raises:
+        Error: the evaluation gives several losses, which is known before the training, or none.
     """
     from transformers import TrainerCallback
 
     from fp4graph.integrations.trainer import FP4GraphCallback
+
+    if isinstance(trainer.eval_dataset, dict):
+        raise Error(
+            f"the Trainer evaluates on the datasets {', '.join(trainer.eval_dataset)}, and compare needs one loss: give "
+            "one eval_dataset, or call train() yourself and return the loss, {'loss': ..., **metrics}"
+        )
 
     class Logging(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -51,7 +61,10 @@ def _hugging_face(trainer: Any, policy: Policy, seed: int, log: Any) -> float | 
     trainer.add_callback(Logging())
     done = trainer.train()
     if trainer.eval_dataset is not None:
-        return float(trainer.evaluate()["eval_loss"])
+        metrics = trainer.evaluate()
+        if "eval_loss" not in metrics:
+            raise Error(f"the Trainer's evaluation has no eval_loss, only {', '.join(metrics)}; give eval_dataset labels")
+        return float(metrics["eval_loss"])
     return None if log.points else float(done.training_loss)
 
 

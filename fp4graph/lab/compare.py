@@ -85,8 +85,8 @@ def compare(
 
     Raises:
         Error: a policy does not fit the model (before any training); ``folder`` is in use or holds another comparison;
-            ``train`` takes other arguments, or neither returned nor logged a loss. A run that raises is recorded as
-            failed, with its traceback in ``traceback.txt``, and the other runs continue.
+            ``train`` takes other arguments, neither returned nor logged a loss, or gave a metric the name of a column.
+            A run that raises is recorded as failed, with its traceback in ``traceback.txt``, and the other runs go on.
     """
     for package in ("matplotlib", "jinja2", "scipy", "pandas"):
         needs(package, f"the result is written with {package}", "analysis")

@@ -1,6 +1,7 @@
 """Comparing policies on a user's training: numbers, record, files, resuming after kills, and bad input."""
 
 import csv
+import dataclasses
 import functools
 import itertools
 import json
@@ -26,13 +27,14 @@ from torch import nn
 
 import fp4graph
 from fp4graph.errors import Error
+from fp4graph.integrations import runs as trainers
 from fp4graph.lab import read
 from fp4graph.lab.compare import Comparison
 from fp4graph.lab.comparison import files, timing
 from fp4graph.lab.comparison import runs as runs_of
 from fp4graph.lab.comparison.record import recording
 from fp4graph.lab.comparison.result import paired
-from fp4graph.lab.comparison.training import Log
+from fp4graph.lab.comparison.training import RESERVED, Log
 from fp4graph.lab.runs.run import Run
 from fp4graph.lab.runs.train import train as train_task
 from fp4graph.model.listening import listening
@@ -117,9 +119,9 @@ def test_a_training_may_yield_or_return_its_losses(compare, train):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("by_callback", [True, False], ids=["callback", "factory"])
-def test_a_trainer_of_transformers_is_run(compare, tmp_path, by_callback):
-    """The policy is applied by a callback of the Trainer, or by the function that makes the Trainer."""
+@pytest.mark.parametrize("applies", ["callback", "factory", "compare"])
+def test_a_trainer_of_transformers_is_run(compare, tmp_path, applies):
+    """The policy is applied by a callback of the Trainer, by the function that makes the Trainer, or by compare."""
     transformers = pytest.importorskip("transformers")
     from fp4graph.integrations import FP4GraphCallback
 
@@ -131,8 +133,10 @@ def test_a_trainer_of_transformers_is_run(compare, tmp_path, by_callback):
         arguments = transformers.TrainingArguments(
             str(tmp_path / "trainer"), **options, use_cpu=True, seed=seed, save_strategy="no", disable_tqdm=True
         )
-        callbacks = [FP4GraphCallback(policy, seed=seed, backend="eager")] if by_callback else []
-        net = trainings.Net() if by_callback else fp4graph.apply(trainings.Net(), policy, seed=seed, backend="eager")
+        callbacks = [FP4GraphCallback(policy, seed=seed, backend="eager")] if applies == "callback" else []
+        net = trainings.Net()
+        if applies == "factory":
+            fp4graph.apply(net, policy, seed=seed, backend="eager")
         return transformers.Trainer(net, arguments, train_dataset=data, eval_dataset=data[:8], callbacks=callbacks)
 
     trainer = make("tetrajet", 0, None)
@@ -142,6 +146,23 @@ def test_a_trainer_of_transformers_is_run(compare, tmp_path, by_callback):
     assert [number for number, _ in run["curve"]] == [2, 4, 6]
     assert 0 < row["loss"] < run["curve"][0][1]  # the loss of the evaluation
     assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "metrics", "says"),
+    [
+        ({"a": [], "b": []}, {}, "evaluates on the datasets a, b, and compare needs one loss: give one eval_dataset"),
+        ([], {"eval_runtime": 1.0}, "evaluation has no eval_loss, only eval_runtime; give eval_dataset labels"),
+    ],
+    ids=["two datasets", "no labels"],
+)
+def test_a_trainer_without_one_loss_is_refused(data, metrics, says):
+    transformers = pytest.importorskip("transformers")
+    trainer = Mock(spec=transformers.Trainer, model=nn.Linear(2, 2), eval_dataset=data)
+    trainer.evaluate.return_value = metrics
+    with pytest.raises(Error, match=says):
+        trainers._hugging_face(trainer, fp4graph.load_policy("bf16"), 0, Mock())
+    assert trainer.train.called == isinstance(data, list)  # several datasets are refused before the training
 
 
 @pytest.mark.long
@@ -281,8 +302,13 @@ def test_a_failed_run_says_why(compare, end, says):
     [
         (lambda policy, seed, log: step(*applied(policy, seed)) and None, "neither returned nor logged a loss"),
         (lambda policy, seed, log: log(1, 1.0), "never called fp4graph.apply"),
+        (
+            lambda policy, seed, log: log(1, step(*applied(policy, seed)), difference=0.5),
+            "a metric cannot be called 'difference', as a column of compare's tables is; rename the metric",
+        ),
+        (lambda policy, seed, log: {"loss": step(*applied(policy, seed)), "Ω": 1.0}, "cannot be called 'Ω'"),
     ],
-    ids=["no loss", "no apply"],
+    ids=["no loss", "no apply", "a logged column", "a returned column"],
 )
 def test_a_training_that_cannot_be_compared(compare, tmp_path, train, says):
     with pytest.raises(Error, match=says):
@@ -525,6 +551,12 @@ def test_the_page_is_whole_and_refers_to_nothing_outside(result):
     assert f"<td>{lowest['site']}</td>" in text
     assert f"{lowest['snr_db']:.1f} dB" in text
     assert not (result.folder / "tetrajet-1" / "statistics").exists()
+
+
+def test_the_names_of_all_columns_are_reserved():
+    result = made({"bf16": [0.1]})
+    untimed = dataclasses.replace(result, timings={"nvfp4": {"baseline_ms_per_step": 2.0}})
+    assert {*result.rows[0], *untimed.cells[0], "step"} == RESERVED
 
 
 @pytest.mark.slow

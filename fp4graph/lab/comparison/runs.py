@@ -22,7 +22,7 @@ from torch import nn
 
 from fp4graph.errors import Error
 from fp4graph.files import write
-from fp4graph.lab.comparison.training import Log, NoLoss, Stop, Train, call, seeded
+from fp4graph.lab.comparison.training import Incomparable, Log, Stop, Train, call, seeded
 from fp4graph.lab.linears import bits_per_weight, fp4_flops
 from fp4graph.lab.statistics.collect import Statistics
 from fp4graph.model import coverage
@@ -50,7 +50,7 @@ def train_once(
     """Run one training until it ends, raises, or logs a loss that is not finite; return the line of the run.
 
     Raises:
-        NoLoss: the training neither returned nor logged a loss.
+        Incomparable: the training neither returned nor logged a loss, or a metric has a reserved name.
     """
     watcher = _Watcher(folder / "statistics", statistics if policy.ever_quantizes else None)
     intervals: list[float] = []
@@ -75,7 +75,7 @@ def train_once(
             loss, metrics = call(train, policy, seed, log)
         except Stop:
             pass
-        except NoLoss:
+        except Incomparable:
             raise
         except Exception as raised:  # noqa: BLE001  # any exception of the training is the result of this run
             frames = traceback.extract_tb(raised.__traceback__)

@@ -27,8 +27,16 @@ class Stop(BaseException):
     """Ends a training from inside ``log``. Trainings do not catch a BaseException."""
 
 
-class NoLoss(Error):
-    """A training has neither returned nor logged a loss."""
+class Incomparable(Error):
+    """A training has neither returned nor logged a loss, or a metric of it has a reserved name."""
+
+
+#: The names and headings of a comparison's columns, which metrics cannot have.
+RESERVED = frozenset((
+    "step", "policy", "loss", "deviation", "difference", "low", "high", "complexity", "ms_per_step", "ratio",
+    "fp4_flops", "bits_per_weight", "quantized", "sites", "finished", "diverged", "failed",
+    "difference, 95 %", "Ω", "ms/step", "FP4 FLOPs", "bits/weight", "runs",
+))  # fmt: skip
 
 
 class Log:
@@ -57,7 +65,7 @@ class Log:
     def __call__(self, step: int, loss: Any, /, **metrics: Any) -> None:
         """Log the loss of a step, a number or a tensor with one element."""
         step, value = int(step), number(loss)
-        self.metrics |= {name: number(metric) for name, metric in metrics.items()}
+        self.metrics |= _numbers(metrics)
         if not self.begun:
             self.begun = True
             self.points = [point for point in self.points if point[0] < step]
@@ -80,6 +88,14 @@ def number(value: Any) -> float:
         raise Error(f"a loss must be a number or a tensor with one element; got {type(value).__name__}") from None
 
 
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as floats; raise :class:`Incomparable` for a name that a comparison uses itself."""
+    if taken := RESERVED.intersection(metrics):
+        name = min(taken)
+        raise Incomparable(f"a metric cannot be called {name!r}, as a column of compare's tables is; rename the metric")
+    return {name: number(metric) for name, metric in metrics.items()}
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed Python's, NumPy's and torch's random numbers in this context, and restore them after it."""
@@ -99,18 +115,19 @@ def call(train: Train, policy: Policy, seed: int, log: Log) -> tuple[float, dict
     """Run a training to its end; return its final loss and metrics.
 
     Raises:
-        NoLoss: the training neither returned nor logged a loss. Exceptions of the training pass through.
+        Incomparable: the training neither returned nor logged a loss, or a metric has a reserved name. Exceptions of
+            the training pass through.
     """
     result = train(policy, seed, log)
     result = _exhausted(result, log) if isinstance(result, Generator) else runs.run(result, policy, seed, log)
     metrics = dict(log.metrics)
     if isinstance(result, Mapping):
-        metrics |= {str(name): number(value) for name, value in result.items() if name != "loss"}
+        metrics |= _numbers({str(name): value for name, value in result.items() if name != "loss"})
         result = result.get("loss")
     if result is not None:
         return number(result), metrics
     if not log.points:
-        raise NoLoss(
+        raise Incomparable(
             f"train(policy {policy.name!r}, seed {seed}) neither returned nor logged a loss, so there is nothing to "
             "compare; call log(step, loss) in the loop, or return the final loss"
         )
