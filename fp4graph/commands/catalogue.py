@@ -21,6 +21,7 @@ from pydantic_core import to_jsonable_python
 
 from fp4graph.errors import Error
 from fp4graph.policy import Phase, Policy, Rule, load_policy, plan_specs
+from fp4graph.policy.rule import DEFAULT
 from fp4graph.policy.validation import keys
 from fp4graph.policy.words import spec_words
 from fp4graph.technique import STAGES, OperandSpecs, Part, Technique, plans
@@ -198,8 +199,9 @@ def phase_heading(phase: Phase) -> str:
 
 def rule_heading(rule: Rule) -> str:
     """Return a rule's name and match."""
-    optional = "" if rule.required or rule.name == "default" else ", may match nothing"
-    return f"{rule.name}: {rule.match if rule.name != 'default' else 'every other site'}{optional}"
+    if (rule.name, rule.match) == (DEFAULT.name, DEFAULT.match):  # a rule of the user may have this name too
+        return f"{rule.name}: every other site"
+    return f"{rule.name}: {rule.match}{'' if rule.required else ', may match nothing'}"
 
 
 def rule_rows(rule: Rule) -> list[tuple[str, ...]]:

@@ -91,7 +91,8 @@ def policy_page(policy: Policy) -> str:
     text = Path(policy.file).read_text(encoding="utf-8") if policy.file else ""
     comment, written = _split_comment(text)
     weights = [f"[{name}](../techniques/{name}.md) {weight:g}" for name, weight in sorted(policy.weights.items())]
-    lines = [f"# {policy.name}", "", f"{_markdown(policy.description)}.".replace("..", "."), ""]
+    lines = [f"# {policy.name}", ""]
+    lines += [f"{_markdown(policy.description).removesuffix('.')}.", ""] if policy.description else []
     lines += [f"Ω = {policy.complexity:g}{': ' + ' + '.join(weights) if weights else ', no technique'}.", ""]
     lines += [_comment_prose(comment), ""] if comment else []
     lines += ["## Rules", "", *_rules_lines(policy)]

@@ -181,6 +181,22 @@ def test_a_policy_without_a_file_shows_what_it_resolves_to():
     assert page.endswith(f"## YAML\n\n```yaml\n{policy.to_yaml()}```\n")
 
 
+@pytest.mark.parametrize(
+    ("description", "paragraph"),
+    [("", ""), ("Exponents 0..7", "Exponents 0..7.\n\n"), ("Exponents 0..7.", "Exponents 0..7.\n\n")],
+)
+def test_a_description_becomes_a_sentence(description, paragraph):
+    policy = load_policy({"version": 1, "name": "p", "description": description, "default": "keep"}, REGISTRY)
+    assert reference.policy_page(policy).startswith(f"# p\n\n{paragraph}Ω = 0, no technique.\n")
+
+
+def test_a_rule_called_default_shows_its_match():
+    rule = {"name": "default", "match": {"op": "conv"}, "keep": "few", "required": False}
+    policy = load_policy({"version": 1, "name": "p", "rules": [rule], "default": "keep"}, REGISTRY)
+    headings = ["default: op conv, may match nothing", "default: every other site"]
+    assert list(map(catalogue.rule_heading, (*policy.rules, policy.default))) == headings
+
+
 def test_a_policy_files_comment_becomes_prose(tmp_path):
     path = tmp_path / "p.yaml"
     path.write_text("# First.\n#\n# Then:\n#   a   1\n#   b   2\n# Last.\nversion: 1\nextends: bf16\n# not prose\n")
