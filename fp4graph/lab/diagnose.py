@@ -182,7 +182,7 @@ def _read(folder: Path | None, losses: Losses | Sequence[float] | None) -> _Read
     if losses is None:
         losses = {line["step"]: line["train_loss"] for line in lines if "train_loss" in line}
         if folder is not None and not losses and (folder / LOG).is_file():
-            losses = {line["step"]: line["loss"] for _, line in jsonlines.read(folder / LOG) if "loss" in line}
+            losses = {line["step"]: line["loss"] for _, line in jsonlines.read(folder / LOG, "step") if "loss" in line}
     elif not isinstance(losses, Mapping):
         losses = dict(enumerate(losses, 1))
     numbers = {step: finite(None if loss is None else float(loss)) for step, loss in losses.items()}

@@ -37,14 +37,21 @@ def cut_torn_line(file: Path) -> None:
         os.truncate(file, len(complete + newline))
 
 
-def read(file: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the content of every complete line, if the file exists; raise an Error for invalid JSON."""
+def read(file: Path, *keys: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the content of every complete line, if the file exists.
+
+    Raises:
+        Error: a line is not JSON, or not an object with ``keys``.
+    """
     with file.open("rb") if file.exists() else contextlib.nullcontext(()) as lines:
         for number, text in enumerate(lines, 1):
             if text.endswith(b"\n"):
+                remedy = "it was damaged, or something else wrote it; delete this line to read the others"
                 try:
                     content = json.loads(text)
                 except ValueError:
-                    remedy = "it was damaged, or something else wrote it; delete this line to read the others"
                     raise Error(f"{file}:{number} is not JSON; {remedy}") from None
+                if not isinstance(content, dict) or (missing := [key for key in keys if key not in content]):
+                    what = f"has no {missing[0]!r}" if isinstance(content, dict) else "is not an object"
+                    raise Error(f"{file}:{number} {what}; {remedy}")
                 yield number, content

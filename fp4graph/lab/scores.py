@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from rich.table import Table
 
 from fp4graph.errors import Error, needs
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMAT, VERSION = "fp4graph.sensitivity", 1
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Score:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Score:
-        return TypeAdapter(cls).validate_python(data)
+        """Read what :meth:`to_json` returned; raise an Error if a field is missing or has another type."""
+        return _valid(cls, data, "a score")
 
     @property
     def value(self) -> float:
@@ -139,8 +141,21 @@ class Sensitivity:
 
     @classmethod
     def from_json(cls, file: str | PathLike[str]) -> Sensitivity:
-        """Read a file that :meth:`to_json` wrote."""
-        data = read_json(Path(file))
+        """Read a file that :meth:`to_json` wrote; raise an Error for another or a damaged file, or if there is none."""
+        try:
+            data = read_json(Path(file))
+        except OSError as error:
+            raise Error(f"cannot read {file}: {error.strerror}; give a file of Sensitivity.to_json") from None
         if not isinstance(data, dict) or (data.pop("format", None), data.pop("version", None)) != (FORMAT, VERSION):
             raise Error(f"{file} was not written by Sensitivity.to_json of this version of fp4graph; measure it again")
-        return TypeAdapter(cls).validate_python(data)
+        return _valid(cls, data, str(file))
+
+
+def _valid(kind: type[_T], data: Any, what: str) -> _T:
+    """Return ``data`` as a ``kind``; raise an Error that names the first wrong field."""
+    try:
+        return TypeAdapter(kind).validate_python(data)
+    except ValidationError as errors:
+        first = errors.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise Error(f"{what} is damaged: {place}: {first['msg'].lower()}; restore it or measure it again") from None

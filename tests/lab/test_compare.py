@@ -377,6 +377,21 @@ def test_a_stopped_comparison_goes_on_and_takes_further_policies_but_no_other_tr
         compare(train, POLICIES)
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("[2]", r"runs\.jsonl:2 is not an object; it was damaged"),
+        ('{"kind": "timing"}', r"runs\.jsonl:2 is not a line of a comparison"),
+        ('{"kind": "run", "policy": "nvfp4"}', r"runs\.jsonl:2 is not a line of a comparison"),
+    ],
+)
+def test_a_damaged_record_is_an_error(compare, tmp_path, line, says):
+    header = {"format": "fp4graph.comparison", "version": 1}
+    (tmp_path / "runs.jsonl").write_text(f"{json.dumps(header)}\n{line}\n")
+    with pytest.raises(Error, match=says):
+        compare(loop, "nvfp4")
+
+
 @pytest.mark.long
 @pytest.mark.process
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.exhaustive), 2])

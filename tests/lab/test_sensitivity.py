@@ -213,9 +213,16 @@ def test_ranking_correlation_and_files(tmp_path):
     result.to_json(tmp_path / "a.json")
     read = Sensitivity.from_json(tmp_path / "a.json")
     assert repr(read) == repr(result)  # NaN does not equal itself
-    (tmp_path / "b.json").write_text("{}")
-    with pytest.raises(fp4graph.Error, match=r"was not written by Sensitivity\.to_json"):
-        Sensitivity.from_json(tmp_path / "b.json")
+    text, file = (tmp_path / "a.json").read_text(), tmp_path / "b.json"
+    for content, says in (
+        (None, r"cannot read .*b\.json: No such file"), ("{}", r"was not written by Sensitivity\.to_json"),
+        (text.replace('"batches"', '"batch"'), "b.json is damaged: batches: field required"),
+        (text.replace('"unit"', '"units"'), r"scores\.0\.unit: field required; restore it or measure it again"),
+    ):  # fmt: skip
+        if content is not None:
+            file.write_text(content)
+        with pytest.raises(fp4graph.Error, match=says):
+            Sensitivity.from_json(file)
     cells = [str(cell) for column in result.table(limit=1).columns for cell in column.cells]
     assert {"b", "f"} <= set(cells)
     assert not {"a", "e"} & set(cells)

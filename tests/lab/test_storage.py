@@ -136,7 +136,7 @@ def test_a_disk_that_fills_up_is_an_error_and_written_rows_stay(tmp_path):
         ('{"a": 1}\n', "not a line of statistics"),
         ('{"format": "fp4graph.statistics", "version": 99}\n', "another version"),
         ('{"format": "fp4graph.statistics", "version": 1}\n{oops\n', ":2 is not JSON"),
-        ('{"format": "fp4graph.statistics", "version": 1}\n[1]\n', ":2 is not a line"),
+        ('{"format": "fp4graph.statistics", "version": 1}\n[1]\n', ":2 is not an object"),
     ],
 )
 def test_files_without_statistics_are_errors(tmp_path, text, message):

@@ -330,6 +330,8 @@ def test_a_full_disk_is_an_error_and_written_lines_stay(tmp_path):
         (read_run, "{", "is not JSON"),
         (read_run, '{"format": "fp4graph.run", "version": 99}', "version 99; this fp4graph reads version 1"),
         (read_metrics, '{"step": 1}\nrubbish\n{"step": 2}\n', r"metrics.jsonl:2 is not JSON"),
+        (read_metrics, '{"step": 1}\n[2]\n', r"metrics.jsonl:2 is not an object; it was damaged"),
+        (read_metrics, '{"train_loss": 1.0}\n', r"metrics.jsonl:1 has no 'step'; .* delete this line"),
         (lambda _: Run.from_json({"task": "digits", "colour": "red"}), None, "known keys: accumulate"),
     ],
 )

@@ -33,6 +33,9 @@ RUNS, LOCK = "runs.jsonl", "comparison.lock"
 LOG = "log.jsonl"  # the losses, in a run's folder
 FORMAT, VERSION = "fp4graph.comparison", 1
 Line = Mapping[str, Any]
+#: Keys that tell lines of a run and of a timing from those of other programs.
+_TIMING = {"kind", "policy"}
+_RUN = {*_TIMING, "seed", "state", "fingerprint"}
 
 
 def name_of(train: Callable[..., Any]) -> str:
@@ -81,7 +84,7 @@ class Record:
         for number, line in jsonlines.read(self._file):
             if line.get("format") == FORMAT and line.get("version") == VERSION:
                 self.header = line
-            elif not self.header or not {"policy", "kind"} <= line.keys():
+            elif not self.header or not (_RUN if line.get("kind") == "run" else _TIMING) <= line.keys():
                 raise Error(f"{self._file}:{number} is not a line of a comparison; give another folder")
             else:
                 self._take(line)

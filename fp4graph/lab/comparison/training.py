@@ -57,7 +57,7 @@ class Log:
         """Call ``look(step, loss)`` at each step, with None for an unknown loss; ``look`` may raise :class:`Stop`."""
         self.folder, self._look, self._file = folder, look, folder / LOG
         folder.mkdir(parents=True, exist_ok=True)
-        lines = [line for _, line in jsonlines.read(self._file)]
+        lines = [line for _, line in jsonlines.read(self._file, "step", "loss")]
         self.points = [(line["step"], math.nan if line["loss"] is None else line["loss"]) for line in lines]
         self.metrics: dict[str, float] = {}
         self.begun = False

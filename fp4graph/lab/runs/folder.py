@@ -147,7 +147,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Read the complete lines of ``metrics.jsonl``; without the file, return no lines."""
-    return [line for _, line in jsonlines.read(folder / METRICS)]
+    return [line for _, line in jsonlines.read(folder / METRICS, "step")]
 
 
 def read_outcome(folder: Path) -> dict[str, Any] | None:

@@ -185,12 +185,12 @@ def read(path: str | PathLike[str]) -> Recorded:
     header: dict[str, Any] | None = None
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for number, row in jsonlines.read(file):
-        if isinstance(row, dict) and row.get("format") == FORMAT:
+        if row.get("format") == FORMAT:
             if row.get("version") != VERSION:
                 raise Error(f"{file} was written by another version of fp4graph (format {row.get('version')})")
             header = row
             rows = {key: earlier for key, earlier in rows.items() if key[0] <= row.get("step", 0)}
-        elif header is None or not (isinstance(row, dict) and {"step", "site", "tensor"} <= row.keys()):
+        elif header is None or not {"step", "site", "tensor"} <= row.keys():
             raise Error(f"{file}:{number} is not a line of statistics")
         else:
             rows[row["step"], row["site"], row["tensor"]] = row
