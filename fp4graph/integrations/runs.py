@@ -44,8 +44,8 @@ def _hugging_face(trainer: Any, policy: Policy, seed: int, log: Any) -> float | 
 
     if isinstance(trainer.eval_dataset, dict):
         raise Error(
-            f"the Trainer evaluates on the datasets {', '.join(trainer.eval_dataset)}, and compare needs one loss: give "
-            "one eval_dataset, or call train() yourself and return the loss, {'loss': ..., **metrics}"
+            f"the Trainer evaluates on the datasets {', '.join(trainer.eval_dataset)}, and compare needs one loss: "
+            "give one eval_dataset, or call train() yourself and return the loss, {'loss': ..., **metrics}"
         )
 
     class Logging(TrainerCallback):
@@ -63,7 +63,8 @@ def _hugging_face(trainer: Any, policy: Policy, seed: int, log: Any) -> float | 
     if trainer.eval_dataset is not None:
         metrics = trainer.evaluate()
         if "eval_loss" not in metrics:
-            raise Error(f"the Trainer's evaluation has no eval_loss, only {', '.join(metrics)}; give eval_dataset labels")
+            names = ", ".join(metrics)
+            raise Error(f"the Trainer's evaluation has no eval_loss, only {names}; give eval_dataset labels")
         return float(metrics["eval_loss"])
     return None if log.points else float(done.training_loss)
 
