@@ -128,6 +128,6 @@ if __name__ == "__main__":
     args = parser.parse_args()
     if args.checkpoint.exists() and not args.resume:
         parser.error(f"{args.checkpoint} already holds a run; continue with --resume, or give another --checkpoint")
-    if args.batch_size % int(os.environ.get("WORLD_SIZE", 1)):
-        parser.error("--batch-size must be a multiple of the number of processes")
+    if args.batch_size % (args.accumulate * int(os.environ.get("WORLD_SIZE", 1))):
+        parser.error("--batch-size must be a multiple of --accumulate times the number of processes")
     train(args)

@@ -72,6 +72,14 @@ def test_learns_and_resumes_bit_for_bit(example, text, small, tmp_path, monkeypa
     assert not differences(*(torch.load(file, weights_only=True) for file in (whole, killed)))
 
 
+@pytest.mark.parametrize(("accumulate", "world"), [("3", "1"), ("4", "8")])
+def test_a_batch_that_cannot_be_split_is_refused(example, tmp_path, monkeypatch, capsys, accumulate, world):
+    monkeypatch.setenv("WORLD_SIZE", world)
+    with pytest.raises(SystemExit):
+        example("pretrain_llama.py", f"--accumulate={accumulate}", f"--checkpoint={tmp_path}/run.pt")
+    assert "must be a multiple of --accumulate times the number of processes" in capsys.readouterr().err
+
+
 @pytest.mark.long
 def test_vit_trains_from_a_folder(example, tmp_path):
     random = np.random.default_rng(0)
