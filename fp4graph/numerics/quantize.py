@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,12 +25,28 @@ _SMALLEST_NORMAL = 2.0**-126  # of fp32
 EQUAL = 2.0**-20
 
 
+class _StraightThrough(torch.autograd.Function):
+    """Returns ``y``, and passes its gradient to ``x``."""
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        return y.clone()  # a view could not be changed in place
+
+    @staticmethod
+    def setup_context(*_: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
 def fake_quantize(x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor | None = None) -> Tensor:
     """Return ``x`` rounded to the values that ``spec`` can represent, in the shape and dtype of ``x``.
 
     The computation is in fp32; float64 is rounded to fp32 first. A block that holds NaN or Inf becomes NaN (OCP's
     poisoned block), and a block of zeros stays zero. The block's maximum may be rounded up past the range of the dtype;
-    such a value becomes Inf, as in any cast.
+    such a value becomes Inf, as in any cast. Gradients pass straight through: that of ``x`` is that of the result.
 
     Args:
         x: floating point, at least one axis, any strides.
@@ -43,17 +59,19 @@ def fake_quantize(x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor |
             or ``x`` has too few axes for the block.
     """
     blocking, codes, scale = quantize(x, spec, dim, key)
-    return blocking.join(dequantize(codes, scale, spec).to(x.dtype))
+    y = blocking.join(dequantize(codes, scale, spec).to(x.dtype))
+    return _StraightThrough.apply(x, y) if x.requires_grad else y
 
 
 def quantize(
     x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor | None = None
 ) -> tuple[Blocking, Tensor, Tensor]:
-    """Return the blocking of ``x``, its element values and its scales, both fp32 in the blocked layout."""
+    """Return the blocking of ``x``, its element values and its scales, both fp32 in the blocked layout, no gradients."""
     if not isinstance(spec, QuantSpec):
         raise SpecError(f"spec must be a QuantSpec, such as QuantSpec('e2m1', 32); got {type(spec).__name__}")
-    if not x.is_floating_point():
-        raise TypeError(f"only floating-point tensors can be quantized; got {x.dtype}")
+    if not (isinstance(x, torch.Tensor) and x.is_floating_point()):
+        got = x.dtype if isinstance(x, torch.Tensor) else f"a {type(x).__name__}; pass a torch.Tensor"
+        raise TypeError(f"only floating-point tensors can be quantized; got {got}")
     blocking = Blocking(tuple(x.shape), spec.block, dim)
     if isinstance(key, int):
         key = noise.make_key(key, device=x.device)
@@ -62,7 +80,7 @@ def quantize(
     random = noise.Noise(key, blocking, x.device)
     if spec.needs_key and key is None:
         raise ValueError("this spec rounds stochastically: pass a key (an int or a tensor from make_key)")
-    values = blocking.split(x).to(torch.float32)
+    values = blocking.split(x.detach()).to(torch.float32)
     scale = block_scale(amax(values, blocking.axes), spec.scale, spec.element, random)
     return blocking, round_elements(ratio(values, scale, spec), spec, random), scale
 
