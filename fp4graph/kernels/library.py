@@ -74,7 +74,11 @@ def _fake_gaussian(key: Tensor, step: Tensor | None, salts: list[int], count: in
 
 
 def _quantize(x: Tensor, direction: Direction, dtype: torch.dtype | None = None) -> Tensor:
-    y = torch.empty_like(x, dtype=dtype)
+    return _quantize_into(torch.empty_like(x, dtype=dtype), x, direction)
+
+
+def _quantize_into(y: Tensor, x: Tensor, direction: Direction) -> Tensor:
+    """Fill ``y``, of any layout, with the quantized ``x``, and return it."""
     if not y.numel():
         return y
     source, target = _matrices(x), _matrices(y)
@@ -82,7 +86,7 @@ def _quantize(x: Tensor, direction: Direction, dtype: torch.dtype | None = None)
         cpu.quantize(source, target, direction)
     else:
         source = rows_of(x.contiguous())
-        target = torch.empty_like(source, dtype=dtype)
+        target = torch.empty_like(source, dtype=y.dtype)
         cpu.quantize(source, target, direction)
         y.copy_(target.view(x.shape))
     return y
@@ -141,17 +145,17 @@ def _quantize_both(
     source: Source, rows: Direction, columns: Direction, with_sums: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = source.whole().contiguous()
-    sums = tiles.empty_sums(x, with_sums)
+    in_rows, in_columns, sums = _fake_quantize_both(Source.of(x), rows, columns, with_sums)
     if sums.numel():
         padded = torch.nn.functional.pad(x.to(torch.float32), (0, 0, 0, -x.shape[-2] % tiles.TILE))
         sums.copy_(padded.view(-1, tiles.TILE, x.shape[-1]).sum(1))
-    return _quantize(x, rows), _quantize(x.mT, columns).mT, sums
+    return _quantize_into(in_rows, x, rows), _quantize_into(in_columns.mT, x.mT, columns).mT, sums
 
 
 def _quantize_and_pack_columns(source: Source, rows: Direction, columns: Direction) -> tuple[Tensor, Tensor, Tensor]:
     x = source.whole().contiguous()
     _, codes, scales = _quantize_and_pack(Source.of(x.mT), columns)
-    return _quantize(x, rows), codes, scales
+    return _quantize_into(x.new_empty(x.shape), x, rows), codes, scales
 
 
 def _requantize(packed: Packed, direction: Direction) -> Tensor:
