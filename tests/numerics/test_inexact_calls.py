@@ -25,17 +25,18 @@ PLACES = {
 #: Functions of torch, Triton and math, and methods of tensors, that are not correctly rounded everywhere or depend on
 #: the order of a sum. torch.round is not among them: it rounds to integers.
 _NAMES = """
-    acos acosh addbmm addcdiv addcmul addmm addmv addr asin asinh atan atan2 atanh baddbmm bilinear bmm celu cdist
-    cholesky conv1d conv2d conv3d corrcoef cos cosh cov cross cumprod cumsum det digamma dist dot eig eigh einsum
-    elu erf erfc erfinv exp exp2 expm1 fft fma gelu geqrf hypot interpolate inv lerp lgamma linalg linear log log10
-    log1p log2 log_softmax logaddexp logaddexp2 logcumsumexp logdet logit logsumexp lstsq matmul matrix_exp
-    matrix_power mean mm multi_dot mv nanmean nanquantile nansum norm orgqr pinverse polar pow qr quantile
-    reciprocal renorm rsqrt scaled_dot_product_attention sigmoid silu sin sinc sinh softmax softplus sqrt std
-    std_mean sum svd tan tanh tensordot trapezoid tril_solve var var_mean xlogy
+    acos acosh addbmm addcdiv addcmul addmm addmv addr asin asinh atan atan2 atanh atomic_add baddbmm bilinear
+    bincount bmm cdist celu cholesky conv1d conv2d conv3d corrcoef cos cosh cov cross cumprod cumsum det digamma
+    dist dot eig eigh einsum elu erf erfc erfinv exp exp2 expm1 fft fma gelu geqrf hypot index_add index_reduce
+    interpolate inv lerp lgamma linalg linear log log10 log1p log2 log_softmax logaddexp logaddexp2 logcumsumexp
+    logdet logit logsumexp lstsq matmul matrix_exp matrix_power mean mm multi_dot mv nanmean nanprod nanquantile
+    nansum norm orgqr pinverse polar pow prod qr quantile reciprocal renorm rsqrt scaled_dot_product_attention
+    scatter_add scatter_reduce segment_reduce sigmoid silu sin sinc sinh softmax softplus sqrt std std_mean sum
+    sum_to_size svd tan tanh tensordot trapezoid tril_solve var var_mean vdot xlogy
 """
 INEXACT = frozenset(_NAMES.split())
 #: Calls that are exact or correctly rounded although their last name is in ``INEXACT``: they take Python's numbers.
-EXACT = frozenset({"math.sqrt", "sum"})
+EXACT = frozenset({"math.sqrt", "math.prod", "prod", "sum"})
 #: A row of the page's table: operations | file, file ×n | reason
 ROW = re.compile(r"^\| (?P<calls>`[^|]+`) \| (?P<files>`[^|]+\.py`[^|]*) \| (?P<reason>[^|]+) \|$", re.MULTILINE)
 
@@ -110,6 +111,8 @@ def test_every_inexact_operation_has_a_reason():
         ("torch.linalg.qr(x).Q", ["qr"]), ("torch.linalg.vector_norm(x)", ["vector_norm"]),
         ("a @ b", ["@"]), ("x @= y", ["@"]), ("x ** 0.5 + 2.0**-126", ["**"]), ("2.0**k", ["**"]),
         ("x.sum(-1) + sum(counts)", ["sum"]), ("groups.reduce(x, 'sum')", ["sum"]), ("tl.exp2(x)", ["exp2"]),
+        ("x.scatter_reduce(0, i, y, op)", ["scatter_reduce"]), ("x.scatter_add_(0, i, y)", ["scatter_add"]),
+        ("x.sum_to_size(2)", ["sum_to_size"]), ("x.prod() + math.prod(x.shape)", ["prod"]), ("x.scatter(0, i, y)", []),
         ("torch.nn.functional.softmax(x, -1)", ["softmax"]), ("x.amax(-1).round().floor()", []),
     ],
 )  # fmt: skip
