@@ -66,7 +66,7 @@ def fake_quantize(x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor |
 def quantize(
     x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor | None = None
 ) -> tuple[Blocking, Tensor, Tensor]:
-    """Return the blocking of ``x``, its element values and its scales, both fp32 in the blocked layout, no gradients."""
+    """Return the blocking of ``x``, its element values and its scales, both fp32 in the blocked layout, detached."""
     if not isinstance(spec, QuantSpec):
         raise SpecError(f"spec must be a QuantSpec, such as QuantSpec('e2m1', 32); got {type(spec).__name__}")
     if not (isinstance(x, torch.Tensor) and x.is_floating_point()):

@@ -336,10 +336,10 @@ def test_tokens_are_kept_for_each_split_of_a_text(tmp_path, monkeypatch):
     monkeypatch.setenv("FP4GRAPH_DATA", str(tmp_path))
     splits = [language.Parts(["some words "], ["of text"]), language.Parts(["some ", "words "], ["of text"]),
               language.Parts(["some words of "], ["text"])]  # fmt: skip
-    counts = [[language.prepared(split, 300).train.tolist().count(language.SEPARATOR) for split in splits] for _ in "ab"]
-    assert counts == 2 * [[1, 2, 1]]
-    first, _, last = (language.prepared(split, 300) for split in splits)
-    assert len(first.train) < len(last.train)
+    made, read = ([language.prepared(split, 300).train.tolist() for split in splits] for _ in range(2))
+    assert [tokens.count(language.SEPARATOR) for tokens in made] == [1, 2, 1]
+    assert len(made[0]) < len(made[2])
+    assert read == made
 
 
 @pytest.mark.parametrize("vocabulary", [256, 400])

@@ -209,8 +209,8 @@ def test_the_record_holds_the_options_and_the_result(tmp_path):
 
 @pytest.mark.slow
 def test_resumes_bit_for_bit(tmp_path, monkeypatch):
-    """Techniques, optimizer, loss scaler and schedule have state, and the policy draws random bits. A line of metrics is
-    a mean over three steps, two of them before the checkpoint."""
+    """Techniques, optimizer, loss scaler and schedule have state, and the policy draws random bits. The checkpoint is
+    between two lines of metrics, each of which is a mean over three steps."""
     monkeypatch.setattr("fp4graph.lab.runs.train.LINES", 2)
     policy = {"version": 1, "extends": "tetrajet-qema", "techniques": ["loss_scaling"]}
     chosen = run(policy=policy, schedule="cosine", optimizer="stablespam", accumulate=2)

@@ -173,7 +173,9 @@ class Training:
             self.since_line = [torch.tensor(loss, device=self.device) for loss in progress["since_line"]]
             self.largest_norm = torch.tensor(progress["largest_norm"], device=self.device)
         except (KeyError, TypeError) as error:
-            raise Error(f"{file} was not written by fp4graph train of this version: its progress lacks {error}") from None
+            raise Error(
+                f"{file} was not written by fp4graph train of this version: its progress lacks {error}"
+            ) from None
 
     def save(self, file: Path) -> None:
         progress = {name: getattr(self, name) for name in COUNTS}
