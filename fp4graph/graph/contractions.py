@@ -23,15 +23,17 @@ def einsum_as_matmul(node: Node) -> Callable[..., Tensor] | None:
     equation, operands = einsum_operands(node)
     if not isinstance(equation, str) or "->" not in equation or "." in equation or len(operands) < 2:
         return None
+    if node.kwargs.get("path") is not None:
+        return None
     inputs, result = equation.replace(" ", "").split("->")
     if len(operands) == 2:
         left, right = inputs.split(",")
         matmul = _pair(left, right, result)
-        return None if matmul is None else lambda _, *factors: matmul(*_listed(factors))
+        return None if matmul is None else lambda _, *factors, **__: matmul(*_listed(factors))
     if any(len(set(labels)) != len(labels) for labels in inputs.split(",")):
         return None
 
-    def function(_: str, *factors: Any) -> Tensor:
+    def function(_: str, *factors: Any, **__: Any) -> Tensor:
         waiting: list[tuple[str, Tensor]] = list(zip(inputs.split(","), _listed(factors), strict=True))
         results: list[Tensor] = []
         for first, second in _path(equation, [x for _, x in waiting]):
@@ -209,7 +211,7 @@ def convolution(
 
 def convolution_sizes(node: Node) -> tuple[int | None, int | None, int | None]:
     """Return K, N and the number of weight elements of a convolution's product."""
-    weight = value_of(node.args[1] if len(node.args) > 1 else node.kwargs["weight"])
+    weight = value_of(node.args[1])
     if weight is None or any(not isinstance(size, int) for size in weight.shape):
         return None, None, None
     return math.prod(weight.shape[1:]), weight.shape[0], weight.numel()

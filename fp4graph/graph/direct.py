@@ -27,6 +27,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from fp4graph import torch_internals
 from fp4graph.errors import CaptureError
 from fp4graph.graph import experts, products, roles
+from fp4graph.graph.arguments import in_order
 from fp4graph.graph.describe import Describer
 from fp4graph.graph.found import FoundProduct, FoundWork, Markers
 from fp4graph.graph.marker import Marker, Tag
@@ -128,7 +129,8 @@ class Direct(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        exact = partial(func, *args, **({} if kwargs is None else kwargs))
+        args, kwargs = in_order(func, args, kwargs or {})
+        exact = partial(func, *args, **kwargs)
         if getattr(func, "__name__", "") == "__set__":
             self._describer.writes += 1  # x.data = y
         # A backward inside of this forward (double backward, a penalty) runs operations of fp4graph, not of the model.

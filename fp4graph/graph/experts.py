@@ -160,7 +160,7 @@ def _picked_from(node: Node) -> Node | None:
 
 def _copies(node: Node, result: object, inputs: Mapping[Node, Tensor], writes: int) -> Copies | None:
     """Read ``w[ids]``, ``w[ids, :]`` or ``w.index_select(0, ids)`` of a stack of matrices; None for other picks."""
-    name, args = name_of(node), (*node.args, *(node.kwargs[key] for key in ("dim", "index") if key in node.kwargs))
+    name, args = name_of(node), node.args
     stack, wraps = args[0], name in ("getitem", "__getitem__")
     if wraps:
         index, *trailing = _listed(args[1])

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from torch.fx import GraphModule, Node
 
 from fp4graph import torch_internals
+from fp4graph.graph.arguments import in_order
 from fp4graph.graph.describe import Describer
 from fp4graph.graph.expand import inline, write_out
 from fp4graph.graph.experts import follow
@@ -45,7 +46,11 @@ def find(
     """
     finder = _Finder(Describer(names, wants), keys or {})
     graphs = [module for module in gm.modules() if isinstance(module, GraphModule)]
-    names.learn([node for module in graphs for node in module.graph.nodes])
+    nodes = [node for module in graphs for node in module.graph.nodes]
+    for node in nodes:
+        if node.kwargs and node.op in ("call_function", "call_method"):
+            node.args, node.kwargs = in_order(node.target, node.args, node.kwargs)
+    names.learn(nodes)
     for node in gm.graph.find_nodes(op="placeholder"):
         if any(Marker.read(user) is None for user in node.users):
             finder.found.read.update(names.owners(node))

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -150,6 +151,10 @@ def read_product(node: Node) -> Product | NoProduct | None:
         return NoProduct(name, operation.reason, operation.verdict)
     if node.kwargs.get("out") is not None:
         return NoProduct(name, "writes into out=")
+    try:
+        inspect.signature(operation.read).bind(node, *node.args, **node.kwargs)
+    except TypeError:
+        return NoProduct(name, "it is called with an out_dtype, or in an order of arguments that torch deprecates")
     product = operation.read(node, *node.args, **node.kwargs)
     reason = products.objection(product)
     quantized = any(map(products.is_quantized_elsewhere, (products.value_of(product.a), products.value_of(product.b))))

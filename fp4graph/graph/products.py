@@ -63,11 +63,9 @@ def linear(node: Node, input: Node, weight: Node, bias: Node | None = None) -> P
     return Product(node, "linear", input, weight, bias)
 
 
-def matmul(node: Node, a: Node, b: Node | None = None, **names: Node) -> Product:
+def matmul(node: Node, a: Node, b: Node) -> Product:
     """Read ``A @ B``."""
-    other = b if b is not None else names.get("other", names.get("mat2", names.get("tensor2")))
-    assert other is not None
-    return Product(node, "matmul", names.get("input", a), other)
+    return Product(node, "matmul", a, b)
 
 
 def reversed_matmul(node: Node, b: Node, a: Node) -> Product:
@@ -146,16 +144,18 @@ _VIEW_NAMES = frozenset({
 
 def view_source(node: Node) -> Node | None:
     """Return the node that ``node`` is a view or cast of, or None."""
-    if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], Node):
-        return None
-    return node.args[0] if name_of(node) in _VIEW_NAMES else None
+    return _first(node) if name_of(node) in _VIEW_NAMES else None
 
 
 def rows_of(node: Node) -> Node | None:
     """Return the node that ``node`` is a view or cast of, or picks rows from, as ``x[ids]``; None for any other."""
-    if name_of(node) == "index_select" and node.args and isinstance(node.args[0], Node):
-        return node.args[0]
-    return view_source(node)
+    return _first(node) if name_of(node) == "index_select" else view_source(node)
+
+
+def _first(node: Node) -> Node | None:
+    """Return the first argument of a call if it is a node, else None."""
+    called = node.op in ("call_function", "call_method") and node.args
+    return node.args[0] if called and isinstance(node.args[0], Node) else None
 
 
 def origin(node: Node) -> tuple[Node, tuple[Node, ...]]:
@@ -199,8 +199,8 @@ def _dimensions(node: Any) -> int:
 def producer_of(node: Node) -> str | None:
     """Return the name of the operation that computed ``node``, before views, casts, picks of rows and dropout;
     "swiglu" for silu(x)·y."""
-    while (source := rows_of(node)) is not None or name_of(node) == "dropout":
-        node = source if source is not None else node.args[0]  # type: ignore[assignment]
+    while (source := _first(node) if name_of(node) == "dropout" else rows_of(node)) is not None:
+        node = source
     if node.op == "placeholder":
         return node.meta.get(PRODUCER)
     if name_of(node) == "mul" and any(isinstance(arg, Node) and name_of(arg) == "silu" for arg in node.args):

@@ -217,6 +217,7 @@ WRITTEN_OUT = {
     "bilinear": (lambda x, w: nn.functional.bilinear(x, x + 1, w, w[:, 0, 0]), (6, 16, 16), ["linear"]),
     "einsum of three": (lambda x, w: torch.einsum("btd,de,ef->btf", x, w, w.T), (16, 24), ["linear", "linear"]),
     "einsum, factors": (lambda x, w: torch.einsum("btd,t,de->bte", x, x[0, :, 0], w), (16, 24), ["einsum", "linear"]),
+    "einsum, operator": (lambda x, w: torch.ops.aten.einsum("btd,de->bte", [x, w], path=None), (16, 24), ["linear"]),
     "einsum of activations": (lambda x, w: torch.einsum("btd,bsd,bse->bte", x, x, x), (), ["matmul", "matmul"]),
 }  # fmt: skip
 UNCOUNTED_FLOPS = {"addbmm": 2 * 4 * 8 * 16 * 8, "bilinear": 2 * 4 * 8 * 6 * 16 * 16}
@@ -251,6 +252,69 @@ def test_an_operation_of_several_products_is_written_out_for_a_rule_that_wants_t
     rounded = output(model, EVERYTHING, x)
     assert not torch.allclose(rounded, expected, **tolerance)
     assert torch.equal(rounded, output(model, EVERYTHING, x, "force_eager"))
+
+
+#: Operations, the names that torch gives their arguments ("" has a position alone), and arguments made of ``x [4, 8,
+#: 16]`` and ``w [16, 24]``.
+BY_KEYWORD = [
+    (nn.functional.linear, "input weight bias", lambda x, w: (x, w.T, w[0])),
+    (torch.matmul, "input other", lambda x, w: (x, w)),
+    (torch.matmul, "x1 x2", lambda x, w: (x, w)),  # as NumPy does
+    (torch.Tensor.matmul, " other", lambda x, w: (x, w)),
+    (torch.Tensor.__matmul__, " other", lambda x, w: (x, w)),
+    (torch.mm, "input mat2", lambda x, w: (x[0], w)),
+    (torch.Tensor.bmm, " mat2", lambda x, w: (x, x.mT)),
+    (torch.ops.aten.bmm, "self mat2", lambda x, w: (x, x.mT)),
+    (torch.addmm, "input mat1 mat2", lambda x, w: (w[0], x[0], w)),
+    (torch.baddbmm, "input batch1 batch2", lambda x, w: (x.mT, x.mT, x[:, :, :8])),
+    (torch.Tensor.baddbmm, " batch1 batch2", lambda x, w: (x.mT, x.mT, x[:, :, :8])),
+    (torch.tensordot, "a b dims", lambda x, w: (x, w, 1)),
+    (torch.inner, "input other", lambda x, w: (x, w.T)),
+    (torch.linalg.multi_dot, "tensors", lambda x, w: ([x[0], w, w.T],)),
+    (torch.ops.aten.einsum, "equation tensors", lambda x, w: ("btd,de->bte", [x, w])),
+    (torch.addbmm, "input batch1 batch2", lambda x, w: (x[0, :, :8], x, x.mT)),
+    (nn.functional.bilinear, "input1 input2 weight bias", lambda x, w: (x, x, w.T[:, :, None] * w[0, :16], w[0])),
+    (nn.functional.conv1d, "input weight bias", lambda x, w: (x.mT, w.T[..., None], w[0])),
+    (nn.functional.scaled_dot_product_attention, "query key value", lambda x, w: (x, x, x)),
+    (torch.mv, "input vec", lambda x, w: (x[0], x[0, 0])),
+    (torch.addmv, "input mat vec", lambda x, w: (x[0, :, 0], x[0], x[0, 0])),
+    (torch.dot, "input tensor", lambda x, w: (x[0, 0], x[0, 0])),
+    (torch.vdot, "input other", lambda x, w: (x[0, 0], x[0, 0])),
+    (torch.linalg.vecdot, "x y", lambda x, w: (x, x)),
+    (torch.outer, "input vec2", lambda x, w: (x[0, 0], x[0, 0])),
+    (torch.cdist, "x1 x2", lambda x, w: (x, x)),
+]
+
+
+@uncompiled
+def test_a_call_by_keyword_is_read_as_the_call_by_position():
+    def by_keyword(x, w):
+        results = []
+        for operation, names, arguments in BY_KEYWORD:
+            named = dict(zip(names.split(" "), arguments(x, w), strict=True))
+            results.append(operation(*([named.pop("")] if "" in named else []), **named))
+        return results
+
+    def by_position(x, w):
+        return [operation(*arguments(x, w)) for operation, _, arguments in BY_KEYWORD]
+
+    x, asked = torch.randn(4, 8, 16), policy("linear", "matmul", "conv", "sdpa")
+    sites, outputs = [], []
+    for function in (by_position, by_keyword):
+        torch.manual_seed(0)
+        model = Called(function, 16, 24)
+        for name in ("bf16", asked):
+            sites.append(
+                [
+                    (site.op, site.quantized, site.shapes, site.flops)
+                    for site in fp4graph.explain(model, name, (x,)).sites
+                ]
+            )
+        outputs += [output(model, asked, x, stance) for stance in ("default", "force_eager")]
+    assert sites[:2] == sites[2:]
+    assert all(flops is not None for *_, flops in sites[0])
+    for other in outputs[1:]:
+        assert all(map(torch.equal, outputs[0], other))
 
 
 def test_without_opt_einsum_the_products_of_an_einsum_go_from_left_to_right():
@@ -362,12 +426,14 @@ REASONS = {
     "convolution": (lambda x, w: nn.functional.conv_transpose1d(x, w), (8, 6, 3), "convolutions are kept"),
     "2-D convolution": (lambda x, w: nn.functional.conv_transpose2d(x, w), (4, 6, 3, 3), "convolutions are kept"),
     "3-D convolution": (lambda x, w: nn.functional.conv_transpose3d(x[None], w), (1, 6, 3, 3, 3), "convolutions are"),
+    "deprecated": (lambda x, w: torch.addmm(0.5, x[0, :, :8], x[1], x[2].T), (), "that torch deprecates"),
     "in place": (lambda x, w: torch.zeros(8, 8).addmm_(x[0], x[1].T), (), "writes in place"),
     "int_mm": (lambda x, w: torch._int_mm(x.flatten(0, 1).char(), x.flatten(0, 1).char().T), (), "quantized already"),
 }
 
 
 @pytest.mark.parametrize("name", REASONS)
+@pytest.mark.filterwarnings("ignore:This overload of addmm is deprecated")
 def test_an_operation_that_is_not_quantized_is_listed_with_the_reason(name):
     function, shape, reason = REASONS[name]
     explanation = fp4graph.explain(Called(function, *shape), EVERYTHING, (torch.randn(4, 8, 16),))

@@ -7,7 +7,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import fp4graph
 from fp4graph.graph.attention import attention, encoder_layer
@@ -42,6 +42,14 @@ def gpt2():
     return GPT2LMHeadModel(config), (torch.randint(97, (2, 16)),), names
 
 
+def bloom():
+    """BLOOM names the factors of its products."""
+    config = BloomConfig(vocab_size=97, hidden_size=64, n_layer=2, n_head=2, use_cache=False)
+    linears = ("self_attention.query_key_value", "self_attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+    names = in_blocks("transformer.h.0", "transformer.h.1", linears=linears)
+    return BloomForCausalLM(config), (torch.randint(97, (2, 16)),), names
+
+
 def llama():
     linears = [*(f"self_attn.{p}_proj" for p in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
     names = in_blocks("model.layers.0", "model.layers.1", linears=linears)
@@ -60,7 +68,8 @@ def bare_linear():
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.long)], ids=["train", "eval"])
 @pytest.mark.parametrize(
-    "make", [*(pytest.param(make, marks=pytest.mark.long) for make in (deit, swin)), gpt2, llama, encoder, bare_linear]
+    "make",
+    [*(pytest.param(make, marks=pytest.mark.long) for make in (deit, swin)), gpt2, bloom, llama, encoder, bare_linear],
 )
 def test_sites_are_those_a_person_counts(make, training):
     model, args, names = make()
@@ -99,6 +108,7 @@ def test_a_quantized_linear_layer_is_known_as_a_producer():
 PRODUCERS = [
     ("gelu", F.gelu),
     ("gelu", lambda x: F.dropout(F.gelu(x), 0.5)),
+    ("gelu", lambda x: F.dropout(input=F.gelu(input=x), p=0.5)),
     ("gelu", lambda x: F.gelu(x).bfloat16().float().view(2, 2, 32)),
     ("gelu", lambda x: F.gelu(x).index_select(1, torch.tensor([3, 0]))),
     ("gelu", lambda x: F.dropout(F.gelu(x).reshape(4, 32)[torch.tensor([3, 0])], 0.5)),

@@ -58,6 +58,7 @@ MATRIX, MATRICES, ENDS = (64, 64), (2, 64, 64), torch.tensor([3, 8], dtype=torch
 #: the product sums. grouped_mm sums axis 1 of the matrices that it is given.
 STORED = [
     (lambda x, w: x @ w, MATRIX, 0),
+    (lambda x, w: x @ torch.transpose(input=w, dim0=0, dim1=1), MATRIX, 1),
     (lambda x, w: F.linear(x, w.T), MATRIX, 0),
     (lambda x, w: F.linear(x, w.swapdims(0, 1)), MATRIX, 0),
     (lambda x, w: F.linear(x, w.moveaxis(0, 1)), MATRIX, 0),
