@@ -23,8 +23,8 @@ def attention(
     """Compute ``softmax(Q Kᵀ·scale + mask) V`` as ``scaled_dot_product_attention`` documents it.
 
     Shapes: query ``[..., H, L, E]``, key ``[..., H', S, E]``, value ``[..., H', S, Ev]``, H' dividing H with
-    ``enable_gqa``; mask broadcastable to ``[..., L, S]``, boolean (True takes part) or additive. Unlike the fused
-    kernel, it writes the O(L·S) weights to memory.
+    ``enable_gqa``; mask broadcastable to ``[..., L, S]``, boolean (True takes part) or additive. A query whose keys are
+    all masked gets 0. Unlike the fused kernel, it writes the O(L·S) weights to memory.
     """
     if enable_gqa:
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
@@ -33,9 +33,14 @@ def attention(
     if is_causal:
         allowed = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
         scores = scores.masked_fill(~allowed, float("-inf"))
-    if attn_mask is not None:
+    if attn_mask is None:
+        weights = torch.softmax(scores, -1)
+    else:
         scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype is torch.bool else scores + attn_mask
-    weights = torch.softmax(scores, -1)
+        masked = (scores == float("-inf")).all(-1, keepdim=True)  # the weights of a query without keys are 0, not NaN
+        weights = torch.softmax(scores.masked_fill(masked, 0.0), -1).masked_fill(masked, 0.0)
+        if weights.dtype is not value.dtype and not torch.is_autocast_enabled(value.device.type):
+            weights = weights.to(value.dtype)  # an fp32 mask is added to 16-bit scores in fp32
     if dropout_p > 0.0:
         weights = torch.dropout(weights, dropout_p, True)
     return torch.matmul(weights, value)

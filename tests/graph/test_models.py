@@ -187,17 +187,39 @@ def test_explain_changes_neither_the_model_nor_the_random_state(vit, images):
     model(images)
 
 
+#: Masks of 5 queries and 6 keys. Two let no key take part for the first query, as padding on the left does.
+MASKS = {
+    "none": None,
+    "bool": torch.rand(5, 6) > 0.3,
+    "float": torch.randn(5, 6),
+    "no keys": torch.arange(5)[:, None] > torch.arange(6),
+    "no keys, float": torch.zeros(5, 6).index_fill(0, torch.tensor([0]), -torch.inf),
+}
+
+
 @pytest.mark.parametrize(
-    ("mask", "causal", "gqa", "batch"),
-    [(None, False, False, (2,)), ("bool", False, False, ()), ("float", False, True, (2,)), (None, True, False, ())],
+    ("mask", "causal", "gqa", "batch", "dtype"),
+    [
+        ("none", False, False, (2,), torch.float32),
+        ("bool", False, False, (), torch.float32),
+        ("float", False, True, (2,), torch.float32),
+        ("none", True, False, (), torch.float32),
+        ("no keys", False, False, (2,), torch.float32),
+        ("no keys, float", False, True, (2,), torch.float32),
+        ("no keys, float", False, False, (), torch.bfloat16),  # q, k and v; the mask is fp32
+    ],
 )
-def test_the_opened_attention_is_torchs(mask, causal, gqa, batch):
+def test_the_opened_attention_is_torchs(mask, causal, gqa, batch, dtype):
     heads = 2 if gqa else 4
-    q, k, v = torch.randn(*batch, 4, 5, 8), torch.randn(*batch, heads, 6, 8), torch.randn(*batch, heads, 6, 8)
-    given = {None: None, "bool": torch.rand(5, 6) > 0.3, "float": torch.randn(5, 6)}[mask]
-    arguments = {"attn_mask": given, "is_causal": causal, "enable_gqa": gqa}
-    # The fused kernel sums in another order.
-    torch.testing.assert_close(attention(q, k, v, **arguments), F.scaled_dot_product_attention(q, k, v, **arguments))
+    sizes = (4, 5, 8), (heads, 6, 8), (heads, 6, 8)
+    qkv = [torch.randn(*batch, *size, dtype=dtype, requires_grad=True) for size in sizes]
+    arguments = {"attn_mask": MASKS[mask], "is_causal": causal, "enable_gqa": gqa}
+    results = []
+    for function in (attention, F.scaled_dot_product_attention):
+        y = function(*qkv, **arguments)
+        results.append([y, *torch.autograd.grad(y.float().square().sum(), qkv)])
+    # The fused kernel sums in another order, and rounds the weights later.
+    torch.testing.assert_close(*results, **({"rtol": 0.02, "atol": 0.02} if dtype is torch.bfloat16 else {}))
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
