@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph.graph.products import value_of
 
@@ -81,11 +82,13 @@ def _pair(left: str, right: str, result: str) -> Callable[[Tensor, Tensor], Tens
         return None
 
     def function(a: Tensor, b: Tensor) -> Tensor:
-        sizes = {**dict(zip(left, a.shape, strict=True)), **dict(zip(right, b.shape, strict=True))}
+        a, b = _summed_alike(a, b, [(left.index(i), right.index(i)) for i in summed])
+        sizes = dict(zip(left, a.shape, strict=True))
+        sizes |= {i: n for i, n in zip(right, b.shape, strict=True) if i not in sizes or not _is_one(n)}
 
         def matrix(x: Tensor, labels: str, first: list[str], second: list[str]) -> Tensor:
             x = x.permute([labels.index(i) for i in (*batch, *first, *second)])
-            shape = (*(sizes[i] for i in batch), *(math.prod(sizes[i] for i in axis) for axis in (first, second)))
+            shape = (*x.shape[: len(batch)], *(math.prod(sizes[i] for i in axis) for axis in (first, second)))
             return x.reshape(shape)
 
         product = torch.matmul(matrix(a, left, rows, summed), matrix(b, right, summed, columns))
@@ -93,6 +96,20 @@ def _pair(left: str, right: str, result: str) -> Callable[[Tensor, Tensor], Tens
         return product.reshape([sizes[i] for i in order]).permute([order.index(i) for i in result])
 
     return function
+
+
+def _summed_alike(a: Tensor, b: Tensor, pairs: Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """Return the factors, each summed along its axes of ``pairs`` whose partner has size 1, as torch does."""
+    for i, j in pairs:
+        if _is_one(a.shape[i]) and not _is_one(b.shape[j]):
+            b = b.sum(j, keepdim=True)
+        elif _is_one(b.shape[j]) and not _is_one(a.shape[i]):
+            a = a.sum(i, keepdim=True)
+    return a, b
+
+
+def _is_one(size: int | torch.SymInt) -> bool:
+    return statically_known_true(size == 1)
 
 
 def tensordot_as_matmul(node: Node) -> Callable[..., Tensor] | None:
@@ -111,6 +128,7 @@ def tensordot_as_matmul(node: Node) -> Callable[..., Tensor] | None:
         return None
 
     def function(a: Tensor, b: Tensor, *_: Any, **__: Any) -> Tensor:
+        a, b = _summed_alike(a, b, zip(first, second, strict=True))
         left = a.permute(*rows, *first).flatten(len(rows)).flatten(0, len(rows) - 1)
         right = b.permute(*second, *columns).flatten(len(first)).flatten(0, len(first) - 1)
         return torch.matmul(left, right).reshape(*(a.shape[i] for i in rows), *(b.shape[i] for i in columns))
@@ -201,10 +219,10 @@ def convolution(
     if groups == 1:
         y = F.linear(patches.mT, weight.flatten(1), bias).mT
     else:
-        length = math.prod(weight.shape[1:])
-        a = patches.reshape(batch, groups, length, -1).permute(1, 0, 3, 2).reshape(groups, -1, length)
+        length, count = math.prod(weight.shape[1:]), math.prod(places)
+        a = patches.reshape(batch, groups, length, count).permute(1, 0, 3, 2).reshape(groups, batch * count, length)
         product = torch.matmul(a, weight.reshape(groups, outputs // groups, length).mT)  # [groups, B·L, O/groups]
-        y = product.reshape(groups, batch, -1, outputs // groups).permute(1, 0, 3, 2).reshape(batch, outputs, -1)
+        y = product.reshape(groups, batch, count, outputs // groups).permute(1, 0, 3, 2).reshape(batch, outputs, count)
         y = y if bias is None else y + bias[:, None]
     return y.reshape(batch, outputs, *places)
 

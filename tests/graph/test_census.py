@@ -205,6 +205,7 @@ def names(explanation):
 WRITTEN_OUT = {
     "tensordot": (lambda x, w: torch.tensordot(x, w, dims=([2, 1], [0, 1])), (16, 8, 24), ["linear"]),
     "tensordot, one axis": (lambda x, w: torch.tensordot(x, w, 1), (16, 24), ["linear"]),
+    "tensordot, broadcast": (lambda x, w: torch.tensordot(x, w, 1), (1, 24), ["linear"]),
     "inner": (torch.inner, (24, 16), ["linear"]),
     "inner of activations": (lambda x, w: torch.inner(x, x[0]), (), ["matmul"]),
     "multi_dot": (lambda x, w: torch.linalg.multi_dot([x[0], w, w.T, w]), (16, 24), ["linear", "linear", "linear"]),
@@ -218,6 +219,9 @@ WRITTEN_OUT = {
     "einsum of three": (lambda x, w: torch.einsum("btd,de,ef->btf", x, w, w.T), (16, 24), ["linear", "linear"]),
     "einsum, factors": (lambda x, w: torch.einsum("btd,t,de->bte", x, x[0, :, 0], w), (16, 24), ["einsum", "linear"]),
     "einsum, operator": (lambda x, w: torch.ops.aten.einsum("btd,de->bte", [x, w], path=None), (16, 24), ["linear"]),
+    "einsum, broadcast": (lambda x, w: torch.einsum("btd,bde->bte", x, w), (1, 16, 24), ["linear"]),
+    "einsum, broadcast x": (lambda x, w: torch.einsum("btd,bde->bte", x[:1], w), (3, 16, 24), ["linear"]),
+    "einsum, broadcast in the sum": (lambda x, w: torch.einsum("btd,tde->be", x, w), (8, 1, 24), ["linear"]),
     "einsum of activations": (lambda x, w: torch.einsum("btd,bsd,bse->bte", x, x, x), (), ["matmul", "matmul"]),
 }  # fmt: skip
 UNCOUNTED_FLOPS = {"addbmm": 2 * 4 * 8 * 16 * 8, "bilinear": 2 * 4 * 8 * 6 * 16 * 16}

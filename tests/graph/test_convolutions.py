@@ -28,6 +28,7 @@ CASES = {
     "dilation": ((1, 3, 9, 9), (5, 3, 3, 3), {"dilation": 2, "padding": 1}),
     "groups": ((3, 6, 5, 5), (4, 3, 3, 3), {"groups": 2, "padding": 1}),
     "depthwise": ((2, 4, 6, 6), (8, 1, 3, 3), {"groups": 4}),
+    "no image, groups": ((0, 6, 5, 5), (4, 3, 3, 3), {"groups": 2}),
     "one image": ((4, 7, 6), (6, 4, 3, 3), {}),
     "one axis": ((2, 4, 9), (6, 4, 3), {"stride": 2, "padding": 1}),
     "one axis, groups": ((2, 4, 9), (6, 2, 3), {"groups": 2, "dilation": (2,)}),
