@@ -81,7 +81,8 @@ def quantized_matmul(
         )
     options = MatmulOptions(program, dtype, torch.is_grad_enabled(), site, alpha, beta, observe.current())
     with torch.autocast(device, enabled=False), contract.at(site):
-        inside = addend if program.apart is None else None  # otherwise it is added after the sum of the parts
+        # Parts add it to their sum. With beta 0 it is not added, and its gradient is zeros.
+        inside = addend if program.apart is None or beta == 0 else None
         result: Tensor = _QuantizedMatmul.apply(options, a, b, inside, key, step, ends, *state)
         if addend is None or inside is not None:
             return result
@@ -107,7 +108,8 @@ class _QuantizedMatmul(torch.autograd.Function):
         order = None if program.apart is None else channel_order(state[program.apart.score])
         experts = None if ends is None else Experts(ends, a.shape[0], b.shape[0])
         products = parts(options, schedule, _draw(key, step), state, experts, order)
-        forwards = [product.forward(a, b, addend) for product in products]
+        added = None if options.beta == 0 else addend  # like torch, do not read it: it may be uninitialized
+        forwards = [product.forward(a, b, added) for product in products]
         y = reduce(add, [forward.y for forward in forwards])
         # Save only tensors that the backward reads: the dequantized fprop operand (as bytes if possible) if the policy
         # quantizes it again, the original if an operand or a gradient factor starts from it.

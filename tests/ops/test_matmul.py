@@ -145,6 +145,26 @@ def test_a_second_derivative_is_refused(data, form):
         torch.autograd.grad(y.sum(), w, create_graph=True)
 
 
+SPLIT = {"out_control": {"mode": "split"}}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("technique", ["hadamard", "tensor_scaling", "outlier_clamp", SPLIT], ids=str)
+def test_beta_0_ignores_the_addend_as_torch_does(data, technique, dtype):
+    """The addend may be uninitialized: Hugging Face's GPT-2 passes torch.empty."""
+    x, w, _, dy = (t.to(dtype) for t in data)
+    program = program_of(one_rule(technique, quantize=NVFP4))
+    state, results = (torch.rand(64),) if technique is SPLIT else (), []
+    for addend in (None, torch.full((96,), torch.nan, dtype=dtype), torch.full((50, 96), torch.nan, dtype=dtype)):
+        given = [t.detach().requires_grad_() for t in (x, w, addend) if t is not None]
+        y = site_function(program, "linear", 0.5, 0.0)(*given[:2], *(given[2:] or [None]), KEY, STEP, 0, *state)
+        results.append((y, *torch.autograd.grad(y, given, dy)))
+    assert all(torch.isfinite(t).all() for t in results[0])
+    for *result, daddend in results[1:]:
+        assert_equal(result, results[0])
+        assert torch.equal(daddend, torch.zeros_like(daddend))
+
+
 def test_batched_products_broadcast_and_sum_back():
     spec = fp4graph.QuantSpec(scale=CEIL)
     f = site_function(program_of(one_rule(op="matmul"), "matmul", 16, 7), "matmul", 1.0, 1.0)
