@@ -235,12 +235,12 @@ def _scores(
     file, header = Path(folder) / SCORES, {"format": FILE_FORMAT, "version": 2, "of": digest.hexdigest()}
     with locked(file.with_name(LOCK), lambda: "another search"):
         jsonlines.cut_torn_line(file)
-        first, *lines = ([line for _, line in jsonlines.read(file)] if file.exists() else []) or [None]
-        if first is None:
+        lines = [line for _, line in jsonlines.read(file)]
+        if not lines:
             jsonlines.append(file, [header])
-        elif first != header:
+        elif lines[0] != header:
             raise Error(f"{file} holds scores of another model, loss, batches or formats; give another folder")
-        known = map(Score.from_json, lines)
+        known = map(Score.from_json, lines[1:])
         return measured(known=known, report=lambda score: jsonlines.append(file, [score.to_json()])).scores
 
 

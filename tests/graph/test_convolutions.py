@@ -28,22 +28,22 @@ CASES = {
     "dilation": ((1, 3, 9, 9), (5, 3, 3, 3), {"dilation": 2, "padding": 1}),
     "groups": ((3, 6, 5, 5), (4, 3, 3, 3), {"groups": 2, "padding": 1}),
     "depthwise": ((2, 4, 6, 6), (8, 1, 3, 3), {"groups": 4}),
-    "no image, groups": ((0, 6, 5, 5), (4, 3, 3, 3), {"groups": 2}),
     "one image": ((4, 7, 6), (6, 4, 3, 3), {}),
     "one axis": ((2, 4, 9), (6, 4, 3), {"stride": 2, "padding": 1}),
     "one axis, groups": ((2, 4, 9), (6, 2, 3), {"groups": 2, "dilation": (2,)}),
 }
+EMPTY = {"no image, groups": ((0, 6, 5, 5), (4, 3, 3, 3), {"groups": 2})}
 
 
 def factors(case: str, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
-    x, w, options = CASES[case]
+    x, w, options = (CASES | EMPTY)[case]
     function = F.conv1d if len(w) == 3 else F.conv2d
     made = (torch.randn(shape, generator=generator, dtype=dtype) for shape in (x, w, (w[0],)))
     return function, [t.requires_grad_() for t in made], options
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *EMPTY])
 def test_a_convolution_is_a_product_of_patches(case):
     function, (x, w, b), options = factors(case, torch.float64)
     expected = function(x, w, b, **options)
