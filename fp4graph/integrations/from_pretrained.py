@@ -57,22 +57,30 @@ class FP4GraphConfig(QuantizationConfigMixin):  # type: ignore[misc,unused-ignor
         quant_method: str = _METHOD,
     ) -> None:
         self.quant_method: Any = quant_method
-        self.policy = yaml.safe_load(load_policy(policy).to_yaml())
+        self.policy: dict[str, Any] | None = yaml.safe_load(load_policy(policy).to_yaml())  # None: it was removed
         self.backend, self.seed, self.total_forwards = backend, seed, total_forwards
 
     def to_dict(self) -> dict[str, Any] | None:  # type: ignore[override,unused-ignore]
         """Return the entry of ``config.json``: the policy that the model has now; None after fp4graph.remove()."""
         entries: dict[str, Any] = copy.deepcopy({key: value for key, value in vars(self).items() if key != "_model"})
         if self._model is None or (model := self._model()) is None:
-            return entries
+            return entries if self.policy is not None else None
         if (runtime := runtime_of(model)) is None:
             return None
         settings = runtime.settings
-        changed = {"seed": settings.seed, "total_forwards": settings.total_forwards}
+        changed = {name: getattr(settings, name) for name in ("backend", "seed", "total_forwards")}
         return {**entries, **changed, "policy": runtime.policy.to_data()}
 
-    def __getstate__(self) -> dict[str, Any]:  # weak references cannot be pickled, and a copy belongs to no model
-        return {key: value for key, value in vars(self).items() if key != "_model"} | (self.to_dict() or {})
+    def __getstate__(self) -> dict[str, Any]:  # weak references cannot be pickled
+        state = {key: value for key, value in vars(self).items() if key != "_model"}
+        return state | (self.to_dict() or {"policy": None})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FP4GraphConfig:
+        """Return the config of the copied model; a config that is copied alone belongs to no model."""
+        twin = copy.copy(self)
+        if self._model is not None and (model := memo.get(id(self._model()))) is not None:
+            twin._model = weakref.ref(model)
+        return twin
 
 
 @register_quantizer(_METHOD)  # type: ignore[untyped-decorator,unused-ignore]

@@ -78,6 +78,20 @@ def test_a_saved_folder_holds_the_given_weights_and_no_removed_policy(folder, tm
         loaded(tmp_path, device_map="meta")
 
 
+@pytest.mark.usefixtures("operation_by_operation")
+def test_a_copy_is_saved_with_the_policy_that_the_copy_has(folder, tmp_path):
+    model = loaded(folder, "tetrajet")
+    copied, removed = copy.deepcopy(model), fp4graph.remove(copy.deepcopy(model))
+    fp4graph.apply(copied, "microscaling", backend="aot_eager")
+    again = pickle.loads(pickle.dumps(removed.config))
+    for each, expected in (
+        (model, ("tetrajet", "eager")), (copied, ("microscaling", "aot_eager")), (removed, None), (again, None),
+    ):  # fmt: skip
+        each.save_pretrained(tmp_path)
+        written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+        assert (written and (written["policy"]["name"], written["backend"])) == expected
+
+
 @pytest.mark.slow
 def test_a_trainer_trains_the_model(folder, tmp_path):
     model = loaded(folder, "tetrajet")
