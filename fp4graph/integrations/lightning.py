@@ -10,6 +10,7 @@ import lightning
 from torch import nn
 
 from fp4graph.errors import Error
+from fp4graph.integrations.length import forwards
 from fp4graph.model.api import apply, set_total_forwards
 from fp4graph.model.runtime import require_runtime
 from fp4graph.policy import Policy, load_policy
@@ -73,9 +74,11 @@ class FP4GraphLightningCallback(lightning.Callback):  # type: ignore[misc,unused
             raise Error(
                 f"policy {policy.name!r} scales the loss; Lightning does so only with precision='16-mixed': set it"
             )
-        steps = trainer.estimated_stepping_batches if policy.phases else math.inf
-        if math.isfinite(steps):
-            set_total_forwards(self._model, int(steps) * trainer.accumulate_grad_batches)
+        if policy.phases:
+            trainer.fit_loop.setup_data()  # num_training_batches is infinite before
+            steps, accumulation = trainer.estimated_stepping_batches, trainer.accumulate_grad_batches
+            if 0 < steps < math.inf:  # -1: nothing limits the training
+                set_total_forwards(self._model, forwards(int(steps), trainer.num_training_batches, accumulation))
         held = {id(parameter) for parameter in self._model.parameters()}
         for optimizer in trainer.optimizers:
             if any(id(parameter) in held for group in optimizer.param_groups for parameter in group["params"]):

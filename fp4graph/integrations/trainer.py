@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from os import PathLike
 from typing import Any
@@ -11,8 +12,10 @@ import yaml
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import has_length
 
 from fp4graph.errors import Error
+from fp4graph.integrations.length import forwards
 from fp4graph.model.api import apply, set_total_forwards
 from fp4graph.model.runtime import runtime_of
 from fp4graph.policy import Policy, load_policy
@@ -28,7 +31,7 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
     The policy is applied when the Trainer is constructed, before the model is wrapped or a checkpoint is loaded; the
     optimizer is prepared when training begins. Evaluation and ``resume_from_checkpoint`` work unchanged: checkpoints
     hold the techniques' state in the model's file, and the policy in ``trainer_state.json``. For policies with phases,
-    ``total_forwards`` is ``max_steps`` times ``gradient_accumulation_steps``.
+    ``total_forwards`` is the number of batches in ``max_steps`` steps.
 
     Args:
         policy, backend, seed, dynamic, mode, options: as for :func:`fp4graph.apply`.
@@ -77,6 +80,7 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
         control: TrainerControl,
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        train_dataloader: Any = None,
         **others: Any,
     ) -> None:
         """Prepare the optimizer, after model and optimizer were made and a checkpoint was loaded."""
@@ -90,7 +94,8 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
                 )
             self._apply(model)
         if self.policy.phases:
-            set_total_forwards(model, state.max_steps * args.gradient_accumulation_steps)
+            batches = len(train_dataloader) if has_length(train_dataloader) else math.inf
+            set_total_forwards(model, forwards(state.max_steps, batches, args.gradient_accumulation_steps))
         if self.same_policy and state.global_step > 0:
             check_policy("the checkpoint", self._saved(state), model)
         # Accelerate's wrapper has no hooks.

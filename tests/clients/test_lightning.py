@@ -49,10 +49,11 @@ class Classifier(lightning.LightningModule):
         return optimizer
 
 
-def fitted(module, folder, epochs=2, callbacks=(), resume=None):
+def fitted(module, folder, epochs=2, callbacks=(), resume=None, accumulate=1):
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(IMAGES, LABELS), batch_size=4)
     trainer = lightning.Trainer(
-        accelerator="cpu", max_epochs=epochs, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", max_epochs=epochs, accumulate_grad_batches=accumulate,
+        logger=False, enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=folder, callbacks=[ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1), *callbacks],
     )  # fmt: skip
     trainer.fit(module, data, data, ckpt_path=resume)
@@ -121,8 +122,8 @@ def test_a_callback_refuses_what_it_cannot_do_and_knows_the_length_of_the_traini
     with pytest.raises(Error, match="precision='16-mixed'"):
         fitted(Classifier(), tmp_path, callbacks=[by_callback(LINEARS | {"techniques": ["loss_scaling"]})])
     phased = LINEARS | {"phases": [{"at": 0.5, "rules": [], "default": "keep"}]}
-    module = fitted(Classifier(), tmp_path, callbacks=[by_callback(phased)])
-    assert runtime_of(module.net).settings.total_forwards == 8
+    module = fitted(Classifier(), tmp_path, callbacks=[by_callback(phased)], accumulate=3)  # four batches in an epoch
+    assert runtime_of(module.net).settings.total_forwards == runtime_of(module.net).count == 8
 
 
 class Two(Classifier):

@@ -136,6 +136,18 @@ def test_a_phase_at_a_share_begins_at_that_share_of_the_training(trainer, tmp_pa
     assert not differences(dict(whole.model.state_dict()), dict(again.model.state_dict()))
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("operation_by_operation")
+@pytest.mark.parametrize(
+    ("length", "forwards"), [({"num_train_epochs": 2, "max_steps": -1}, 10), ({"max_steps": 7}, 12)]
+)
+def test_the_total_counts_the_batches_that_end_an_epoch(trainer, length, forwards):
+    trained = trainer(PHASES, gradient_accumulation_steps=2, save_strategy="no", **length)  # five batches in an epoch
+    trained.train()
+    runtime = runtime_of(trained.model)
+    assert runtime.settings.total_forwards == runtime.count == forwards
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_resuming_under_another_policy_is_refused(trainer, tmp_path):
