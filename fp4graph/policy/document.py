@@ -11,7 +11,7 @@ Files and data are checked against size limits before aliases and merge keys are
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -326,17 +326,31 @@ def merge(parent: Node, child: Node) -> Node:
     """Merge policy ``child`` over ``parent``, for ``extends`` and phases.
 
     The child's keys win. A technique of the child replaces the parent's technique of the same name; without a namesake
-    it follows the parent's techniques. Rules under ``before`` in the child precede the parent's rules. The parent's
-    ``name`` and ``extends`` are not inherited.
+    it follows the parent's techniques. Rules under ``before`` in the child precede the parent's rules, and those of the
+    parent's phases. The parent's ``name`` and ``extends`` are not inherited.
     """
     written = {key: node for key, node in child.value.items() if key != "extends"}
     if "techniques" in written and "techniques" in parent.value:
         written["techniques"] = _append(parent.get("techniques"), written["techniques"])
+    inherited = {key: node for key, node in parent.value.items() if key not in ("name", "extends")}
     if "rules" in written and (ahead := written["rules"].child("before")):
         after = parent.value["rules"].value if "rules" in parent.value else []
         written["rules"] = Node([*ahead.value, *after], ahead.place)
-    inherited = {key: node for key, node in parent.value.items() if key not in ("name", "extends")}
+        if "phases" in inherited:
+            phases = inherited["phases"]
+            changed = [_put_ahead(phase, ahead.value, after) for phase in phases.value]
+            inherited["phases"] = Node(changed, phases.place)
     return Node({**inherited, **written}, child.place, {**parent.keys, **{key: child.where(key) for key in written}})
+
+
+def _put_ahead(phase: Node, ahead: Sequence[Node], inherited: Sequence[Node]) -> Node:
+    """Put rules ``ahead`` of a phase's own; ``inherited`` are the rules that follow the phase's rules ``before``."""
+    rules = phase.child("rules")
+    if rules is None:  # the phase has the rules of the policy
+        return phase
+    before = rules.child("before")
+    own = rules.value if before is None else [*before.value, *inherited]
+    return phase.replacing({"rules": (phase.where("rules"), Node([*ahead, *own], rules.place))})
 
 
 def _append(parent: Node, child: Node) -> Node:

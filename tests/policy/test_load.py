@@ -122,6 +122,19 @@ def test_rules_before_at_several_levels_and_in_a_phase(parent: Path, registry: R
     assert f"\nname: {policy.name}\n" in policy._repr_html_()
 
 
+def test_rules_before_are_ahead_of_the_rules_of_inherited_phases_too(parent: Path, registry: Registry) -> None:
+    written(
+        parent,
+        PARENT + "phases:\n  - {at: 5, rules: [{name: two, match: {}, quantize: {}}]}\n  - {at: 6, default: keep}\n"
+        "  - {at: 7, rules: {before: [{name: late, match: {module: x}, keep: the end}]}}\n",
+    )
+    policy = load_policy(child(parent, f"rules: {{before: [{KEEP}]}}\n"), registry)
+    expected = [["mine", "two"], ["mine", "one"], ["mine", "late", "one"]]
+    assert [names(phase.policy) for phase in policy.phases] == expected
+    assert {places(phase.policy)[0] for phase in policy.phases} == {("mine", str(parent.with_name("child.yaml")), 3)}
+    assert load_policy(yaml.safe_load(policy.to_yaml()), registry) == policy
+
+
 def test_techniques_are_appended_and_namesakes_replaced_in_their_place(parent: Path, registry: Registry) -> None:
     path = child(parent, "techniques:\n  - echo\n  - average: {beta: 0.9}\n")
     text = "version: 1\nextends: ../child.yaml\ntechniques: [{average: {beta: 0.1}}]\n"
