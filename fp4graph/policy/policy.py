@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
@@ -122,6 +123,10 @@ class Policy:
     #: Pairs of a scale format made with ``max`` and the name of the format that a policy file writes beside ``max``.
     base_formats: tuple[tuple[ScaleFormat, str], ...] = field(default=(), compare=False, repr=False)
 
+    def __post_init__(self) -> None:
+        for kind in (int, float):  # only the length of a training orders a number and a share
+            _check_order([(phase, phase.at) for phase in self.phases if isinstance(phase.at, kind)])
+
     def places(self, site: SiteView) -> tuple[int, ...]:
         """Return, in order, the indices of the rules whose predicates on module and block hold for ``site``, then the
         index of the default or of the closing rule for its role."""
@@ -184,13 +189,9 @@ class Policy:
         Raises:
             PolicyError: a phase does not begin after the previous one, or the start of a phase is unknown.
         """
-        starts = [phase.start(total_forwards) for phase in self.phases]
-        for earlier, later, phase in zip(starts, starts[1:], self.phases[1:], strict=False):
-            if later <= earlier:
-                raise phase.place.error(
-                    f"this phase begins at {later}, and the one above it at {earlier}; reorder them"
-                )
-        return sum(start <= count for start in starts)
+        starts = [(phase, phase.start(total_forwards)) for phase in self.phases]
+        _check_order(starts)
+        return sum(start <= count for _, start in starts)
 
     def in_phase(self, index: int) -> Policy:
         """Return the policy in force after ``index`` phases have begun; 0 is the policy before all phases."""
@@ -290,13 +291,21 @@ class Policy:
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=repr).encode()).hexdigest()
 
 
+def _check_order(starts: Sequence[tuple[Phase, int | float]]) -> None:
+    """Raise a PolicyError at the first phase that does not begin after the phase before it."""
+    for (_, earlier), (phase, later) in itertools.pairwise(starts):
+        if later <= earlier:
+            raise phase.place.error(f"this phase begins at {later}, and the one above it at {earlier}; reorder them")
+
+
 def check_modules(policy: Policy, names: Iterable[str]) -> None:
-    """Raise a PolicyError at the first required rule whose ``module`` globs match none of a model's module ``names``.
+    """Raise a PolicyError at the first required rule, in any phase, whose ``module`` globs match none of a model's
+    module ``names``.
 
     One match per list of globs is enough, so that one policy can fit several families of models.
     """
     modules = [name for name in names if name]
-    for rule in policy.rules:
+    for rule in (rule for each in (policy, *(phase.policy for phase in policy.phases)) for rule in each.rules):
         globs = rule.match.module
         if rule.required and globs is not None and not any(rule.match.names(name) for name in ("", *modules)):
             close = [match for glob in globs for match in nearest(glob, modules, count=3, cutoff=0.5)]

@@ -24,7 +24,6 @@ WRONG = {
     "without inputs": (MISSPELT, None, "frist.*first"),
     "phase": (one_rule(phases=[{"at": 100, "rules": MATCHES_NONE["rules"]}]), X, "'all' matches no site"),
     "phase of unknown length": (one_rule(phases=[{"at": 0.5, "default": "keep"}]), X, "total_forwards"),
-    "phases out of order": (one_rule(phases=[{"at": at, "default": "keep"} for at in (2, 1)]), X, "reorder"),
 }
 
 

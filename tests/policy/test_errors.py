@@ -176,6 +176,9 @@ REFUSED = {
     at: 5↵    operands: {dgard: keep} #! | unknown operand 'dgard'
     at: 5↵    operands: {fprop: keep, backward: keep} #! | all six operands are kept
     at: 5↵    operands: {dgrad: keep} #!↵    rules: []↵    default: keep | do nothing
+    at: 5↵    default: keep↵  - at: 5 #!↵    default: keep | begins at 5, and the one above it at 5 | reorder
+    at: 5↵    default: keep↵  - at: 0.5↵    default: keep↵  - at: 4 #!↵    default: keep | begins at 4, and the one above it at 5
+    at: 0.5↵    default: keep↵  - at: 0.25 #!↵    default: keep | begins at 0.25, and the one above it at 0.5
     at: 5↵    techniques: [avrage] #! | did you mean 'average'
     at: 5↵    techniques: [average, {ramp: {steps: 1}}] #! | cannot share a site
     at: 5↵    default: {}↵  - at: 9↵    operands:↵      weights: {element: e2m2} #! | unknown element format 'e2m2'

@@ -201,12 +201,12 @@ def test_a_glob_for_no_module_is_an_error(
     glob: str, names: list[str], message: str, tmp_path: Path, registry: Registry
 ) -> None:
     path = tmp_path / "p.yaml"
-    path.write_text(
-        "version: 1\nrules:\n  - {match: {}, quantize: {}}\n"
-        f"  - name: qkv\n    match: {{module: {glob}}}\n    quantize: {{}}\n"
-    )
-    with pytest.raises(PolicyError, match=rf"p.yaml:4: .*rule 'qkv'.*{message}"):
-        check_modules(load_policy(path, registry), names)
+    rule = f"  - name: qkv\n    match: {{module: {glob}}}\n    quantize: {{}}\n"
+    for beginning in ("rules:\n  - {match: {}, quantize: {}}\n", "default: {}\nphases:\n- at: 5\n  rules:\n"):
+        path.write_text(f"version: 1\n{beginning}{rule}")
+        line = beginning.count("\n") + 2
+        with pytest.raises(PolicyError, match=rf"p.yaml:{line}: .*rule 'qkv'.*{message}"):
+            check_modules(load_policy(path, registry), names)
 
 
 @pytest.mark.parametrize(
