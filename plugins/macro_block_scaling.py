@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from pydantic import Field
 
@@ -56,14 +56,14 @@ class MacroBlockScaling(Technique):
                 )
             if self.block % length:
                 raise ValueError(f"block {self.block} is not a multiple of the block of {operand}, {length} elements")
-        order = list(techniques)
-        if "tensor_scaling" in order[order.index(self.name) :]:
+        order, scaling = list(techniques), cast("Any", techniques.get("tensor_scaling"))
+        both = scaling.operands_listed & self.operands_listed if scaling else frozenset()
+        if both and "tensor_scaling" in order[order.index(self.name) :]:
             raise ValueError(
                 "it fits scales to powers of two, and the factor of tensor_scaling after it would undo this; declare "
                 "tensor_scaling first"
             )
-        scaling = techniques.get("tensor_scaling")
-        if scaling is not None and isinstance(getattr(scaling, "granularity", None), int):
+        if any(isinstance(scaling.settings(operand)[1], int) for operand in both):
             raise ValueError(
                 "tensor_scaling with a granularity in elements already gives macro blocks a factor, without rounding "
                 "it; drop one of the two, or use granularity: tensor there"

@@ -11,15 +11,15 @@ import torch
 
 import fp4graph
 from fp4graph.technique.operands import Operand
-from tests.helpers.policies import loaded
+from tests.helpers.policies import loaded, quantizer
 from tests.plugins.layer import Layer, gaussian, products_by
 
 OPTIONS = {"block": 64}
 
 
-def policy(options=None, *, block=16, element="e2m1", more=(), operands=None, **scale):
+def policy(options=None, *, block=16, element="e2m1", more=(), after=(), operands=None, **scale):
     quantize = {"element": element, "block": block, "scale": {"format": "e8m0", "rounding": "nearest_even", **scale}}
-    return loaded("macro_block_scaling", options, more=more, operands=operands, quantize=quantize)
+    return loaded("macro_block_scaling", options, more=more, after=after, operands=operands, quantize=quantize)
 
 
 layer = Layer(policy)
@@ -107,6 +107,18 @@ def test_a_tensor_scale_does_not_change_the_mantissas_of_macro_blocks():
     x = log_normal(20, 128)
     x = x / x.abs().max() * 8  # g = 8, by which division is exact
     assert torch.equal(quantized(x, OPTIONS, more=["tensor_scaling"]), quantized(x, OPTIONS))
+
+
+@pytest.mark.parametrize("order", ["more", "after"])
+def test_tensor_scaling_of_other_operands_is_declared_in_any_order_with_any_granularity(order):
+    x, w, dy = log_normal(40, 64), gaussian(8, 64), gaussian(40, 8, seed=5)
+    scaling = {"operands": ["backward"], "granularity": 32}
+    both = {order: [{"tensor_scaling": scaling}]}
+    y, *gradients = layer.products(x, w, dy, OPTIONS | {"operands": ["forward"]}, **both)
+    assert torch.equal(y, layer.products(x, w, dy, OPTIONS)[0])
+    quantize = quantizer(16, "e8m0", "nearest_even")
+    alone = Layer(lambda _: loaded("tensor_scaling", scaling, quantize=quantize)).products(x, w, dy)
+    assert all(map(torch.equal, gradients, alone[1:]))
 
 
 def test_a_macro_block_with_a_poisoned_block_or_too_small_for_every_scale_has_no_factor():
