@@ -15,7 +15,7 @@ from fp4graph.policy.document import Node
 from fp4graph.policy.match import Match
 from fp4graph.policy.rule import DISTINGUISHED_PRODUCERS, Specs, plan_specs
 from fp4graph.policy.schema import TechniqueEntry
-from fp4graph.policy.validation import Path, refuse_contested, validate
+from fp4graph.policy.validation import Path, refuse_contested, shown, validate
 from fp4graph.policy.words import dotted
 from fp4graph.technique import (
     STAGES,
@@ -89,10 +89,11 @@ class TechniqueResolver:
         options = Node({}, options.place) if options.value is None else options
         technique = validate(self._registry.techniques[entry.name], options, (*path, entry.name), "option")
         for name, field in type(technique).model_fields.items():
-            written = entry.options.get(field.alias or name)
-            if isinstance(written, bool) and type(getattr(technique, name)) in (int, float):  # pydantic reads true as 1
-                option = (*path, entry.name, field.alias or name)
-                raise self._document.error(option, f"{dotted(option)} must be a number; got {str(written).lower()}")
+            written, kind = entry.options.get(field.alias or name), type(getattr(technique, name))
+            # Pydantic reads true as 1 and '3' as 3. YAML reads 1e-8 as text, so text may be a float.
+            if kind in (int, float) and isinstance(written, bool if kind is float else bool | str):
+                option, what = (*path, entry.name, field.alias or name), "number" if kind is float else "whole number"
+                raise self._document.error(option, f"{dotted(option)} must be a {what}; got {shown(written)}")
         try:
             hash(technique)
         except TypeError as error:

@@ -101,10 +101,11 @@ def _sentence(detail: ErrorDetails, path: list[str | int], model: type[BaseModel
         message = _WORDS[kind].format(**context)
     else:
         message = re.sub("^Input should", "must", detail["msg"])
-    return f"{dotted(path) or 'the policy'} {message}; got {_shown(value)}{hint}"
+    return f"{dotted(path) or 'the policy'} {message}; got {shown(value)}{hint}"
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value that was written, for messages."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):

@@ -154,7 +154,7 @@ REFUSED = {
     ↵  - average:↵      beta: 1.0 #! | beta must be below 1 | got 1.0
     [{average: {beta: high}}] #! | must be a number
     [{dither: {bits: 0}}] #! | bits must be at least 1
-    [{dither: {bits: true}}] #! | must be a number; got true
+    [{dither: {bits: true}}] #! | must be a whole number; got true
     ↵  - dither:↵      scope: forward #! | scope must be 'backward' or 'all' | must be a list
     ↵  - dither:↵      scope:↵        - a↵        - 3 #! | scope[1] must be text
     ↵  - ramp #! | no option 'steps' | add it
