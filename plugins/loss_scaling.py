@@ -37,7 +37,7 @@ class LossScaling(Technique):
     per_model: ClassVar[bool] = True
 
     init_scale: Positive = Field(65536.0, description="The initial s.")
-    growth_factor: float = Field(2.0, gt=1, allow_inf_nan=False, description="Factor by which s grows.")
+    growth_factor: float = Field(2.0, gt=1, description="Factor by which s grows.")
     backoff_factor: Share = Field(0.5, description="Factor by which s shrinks after a skipped step.")
     growth_interval: int = Field(2000, ge=1, description="Steps in a row, none skipped, after which s grows.")
 

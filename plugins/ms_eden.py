@@ -60,7 +60,7 @@ class MSEden(Technique):
 
     block: int = Field(128, ge=2, description="Elements that share a factor: those that are rotated together.")
     fill: float = Field(17 / 16 * 0.93, gt=0.93, le=1, description="A block's maximum is scaled to 6 divided by fill.")
-    target: float = Field(255.99, gt=0, allow_inf_nan=False, description="Largest block scale before c multiplies it.")
+    target: float = Field(255.99, gt=0, description="Largest block scale before c multiplies it.")
     operands: BackwardOperands = Field(("backward",), description="Operands, or groups of them, of dgrad and wgrad.")
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:

@@ -49,7 +49,7 @@ class QEma(Technique):
     on_weight: ClassVar[bool] = True
 
     beta: Share = Field(0.998, description="β, the share of e that a step keeps.")
-    start_after: int = Field(0, ge=0, description="Training forwards that round to nearest first.")
+    start_after: int = Field(0, ge=0, lt=2**31, description="Training forwards that round to nearest first.")
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse a stochastic weight quantizer: one operand has one rounding."""

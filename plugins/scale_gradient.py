@@ -44,7 +44,7 @@ class ScaleGradient(Technique):
 
     kind: Literal["spline", "dge", "ste"] = Field("spline", description="The surrogate of the scale's rounding.")
     range: Literal["all", "low"] = Field("all", description="Scales with the surrogate: all, or only subnormal scales.")
-    k: float = Field(5.0, gt=1, allow_inf_nan=False, description="dge: the exponent is 1/k - 1.")
+    k: float = Field(5.0, gt=1, description="dge: the exponent is 1/k - 1.")
     lower: float | None = Field(None, ge=0, description="Least slope; by default 0.2 for spline, 0 for dge.")
     upper: float | None = Field(None, gt=0, description="Greatest slope; by default 3 for dge, else unlimited.")
 

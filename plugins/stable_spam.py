@@ -64,7 +64,7 @@ class StableSpam(Technique):
     gamma1: float = Field(0.7, ge=0, lt=1, description="γ1, the momentum of m_norm.")
     gamma2: float = Field(0.9, ge=0, lt=1, description="γ2, the momentum of v_norm.")
     theta: float = Field(0.999, ge=0, lt=1, description="θ, the momentum of m_max.")
-    eps: float = Field(1e-8, ge=0, allow_inf_nan=False, description="eps of AdaGN; the optimizer has Adam's eps.")
+    eps: float = Field(1e-8, ge=0, description="eps of AdaGN; the optimizer has Adam's eps.")
     total_steps: int | None = Field(None, ge=1, description="Steps of the whole training; null for c_t = 1.")
     eta_min: float = Field(0.5, ge=0, le=1, description="The final value of c_t.")
     reset_interval: int | None = Field(1000, ge=1, description="Steps between resets; null for none.")

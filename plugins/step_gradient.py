@@ -51,7 +51,7 @@ class StepGradient(Technique):
     operands: ForwardOperands = Field(
         ("forward",), description="Operands whose gradient changes: fprop.input, fprop.weight, or both."
     )
-    k: float = Field(5.0, gt=1, allow_inf_nan=False, description="dge: the exponent is 1/k - 1.")
+    k: float = Field(5.0, gt=1, description="dge: the exponent is 1/k - 1.")
     temperature: Positive = Field(1.0, description="sigmoid: T; as T goes to 0, the sigmoid becomes the step.")
     knots: tuple[tuple[float, float], ...] = Field(
         (), description="spline: (abs(u), value) pairs from (0, 0) up; by default the thresholds of nearest even."

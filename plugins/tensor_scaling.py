@@ -64,7 +64,7 @@ class TensorScaling(Technique):
     gradient_target: Positive | None = Field(None, description="The target of dY in dgrad and wgrad, if different.")
     share: Literal["siblings"] | None = Field(None, description="Weights with one γ: siblings (q, k, v; gate, up).")
     groups: tuple[tuple[str, ...], ...] = Field((), description="With share: more families, such as [[wq, wk, wv]].")
-    hold_steps: int = Field(1, ge=1, description="Training forwards for which γ is kept; 1 refreshes γ every time.")
+    hold_steps: int = Field(1, ge=1, lt=2**31, description="Training forwards for which γ is kept; 1 keeps none.")
     operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, that are normalized.")
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
@@ -78,7 +78,8 @@ class TensorScaling(Technique):
                 raise ValueError(f"{option} is for {group}, which operands does not list; list it, or drop {option}")
         rows, held = self.granularity not in ("tensor", "all"), self.hold_steps > 1
         if (held and (rows or self.input_granularity)) or (self.share and rows):
-            raise ValueError(f"with {'hold_steps' if held else 'share'} use granularity: tensor, no input_granularity")
+            also = ", no input_granularity" if held else ""
+            raise ValueError(f"with {'hold_steps' if held else 'share'} use granularity: tensor{also}")
         if self.groups and not self.share:
             raise ValueError("groups adds families of siblings; give share: siblings too")
 
@@ -92,8 +93,7 @@ class TensorScaling(Technique):
     def settings(self, operand: Operand) -> tuple[float | None, Granularity]:
         """Return the target and the granularity of an operand."""
         gradient, row = operand in ADDRESSES["gradients"], operand in ADDRESSES["inputs"] and self.input_granularity
-        target = self.gradient_target if gradient and self.gradient_target is not None else self.target
-        return target, row or self.granularity
+        return (gradient and self.gradient_target) or self.target, row or self.granularity
 
     def parts(self, site: SiteView) -> tuple[Part, ...]:
         listed = [operand for operand in Operand if operand in self.operands_listed]

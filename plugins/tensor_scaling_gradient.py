@@ -51,7 +51,7 @@ class TensorScalingGradient(Technique):
     requires: ClassVar[frozenset[str]] = frozenset({"tensor_scaling"})
 
     kind: Literal["ignore", "absmax", "softmax", "hybrid", "ste"] = Field("ignore", description="g and its gradient.")
-    beta: float = Field(40.0, gt=0, allow_inf_nan=False, description="β, the inverse temperature of the softmax.")
+    beta: float = Field(40.0, gt=0, description="β, the inverse temperature of the softmax.")
     relative: bool = Field(False, description="Whether β is in units of 1/max abs(x) of the group.")
 
     @model_validator(mode="after")

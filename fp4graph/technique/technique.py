@@ -28,7 +28,7 @@ class Technique(BaseModel):
     """The base of every technique: a subclass sets ``name``, ``overhead`` and ``complexity``, declares its options as
     fields, and returns its parts."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
 
     name: ClassVar[str]
     overhead: ClassVar[Overhead]  # shown by ``fp4graph techniques``

@@ -50,7 +50,12 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
         ({"backoff_factor": 1.0}, "backoff_factor must be below 1"),
         ({"growth_interval": 0}, "growth_interval must be at least 1"),
     ],
-    "low_rank_residual": [({"rank": 0}, "at least 1"), ({"rank": 1.5}, "rank"), ({"iterations": -1}, "at least 0")],
+    "learned_scale": [({"lr_factor": math.inf}, "lr_factor must be a fin"), ({"eps": math.inf}, "eps must be a fin")],
+    "low_rank_residual": [
+        ({"rank": 0}, "at least 1"), ({"rank": 1.5}, "rank"), ({"iterations": -1}, "at least 0"),
+        ({"rank": "3"}, r"low_rank_residual\.rank must be a whole number; got '3'"),
+        ({"rank": True}, "rank must be a whole number; got true"),
+    ],
     "macro_block_scaling": [
         ({"block": 40}, "block 40 is not a multiple of the block of .*, 16 elements"), ({"block": 0}, "at least 1"),
         ({"mantissa_bits": 0}, "at least 1"), ({"mantissa_bits": 11}, "at most 10"),
@@ -59,6 +64,7 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
     "osci_reset": [
         ({"every": 51}, r"every must be at least 52 .*, not 51; lower track"),
         ({"threshold": 1}, "threshold must be above 1"), ({"start": -1}, "start must be at least 0"),
+        ({"threshold": math.inf}, "threshold must be a finite"),
     ],
     "out_control": [
         ({}, "needs option|has no option 'mode'"), ({"mode": "rest"}, "must be 'wait', 'measure' or 'split'"),
@@ -75,12 +81,15 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
         ({"fraction": 0.1, "threshold": 0.1}, "two ways to choose blocks"), ({"fraction": 0}, "above 0"),
         ({"fraction": 1.5}, "at most 1"), ({"threshold": -1}, "at least 0"),
     ],
-    "q_ema": [({"beta": beta}, "beta") for beta in (0, 1, -0.1, 1.5)],
+    "q_ema": [
+        *(({"beta": beta}, "beta") for beta in (0, 1, -0.1, 1.5)), ({"start_after": 2**31}, "must be below"),
+    ],
     "q_ramping": [
         ({}, "t_update"), ({"t_update": 30, "n_max": 3}, "0 steps between two detections"),
         ({**RAMPS, "n_max": 13}, r"n_max 13.*12 steps.*never step"), ({**RAMPS, "k1": 0}, "k1"),
-        ({**RAMPS, "n_max": 0}, "n_max"),
+        ({**RAMPS, "n_max": 0}, "n_max"), ({**RAMPS, "k1": math.inf}, "k1 must be a finite"),
     ],
+    "scale_gradient": [({"lower": math.inf}, "lower must be a fin"), ({"upper": math.inf}, "upper must be a fin")],
     "quest_scale": [({"c": 0}, "c must be above 0"), ({"operands": ["wgrad.input"]}, "cannot act on 'wgrad.input'")],
     "smooth_max": [
         ({"kind": "absmax", "of": "original"}, "of belongs to kind: softmax or hybrid, and kind is absmax"),
@@ -96,6 +105,7 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
     ],
     "step_gradient": [
         ({"operands": ["wgrad.input"]}, "cannot act on 'wgrad.input'; choose from"),
+        ({"lower": math.inf}, "lower must be a finite"), ({"upper": math.inf}, "upper must be a finite"),
         ({"kind": "dge", "k": 1}, "must be above 1"), ({"kind": "spline", "knots": [[0, 0], [0, 1]]}, "ascending"),
     ],
     "stochastic_rounding": [
@@ -107,6 +117,8 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
         *(({"granularity": size}, "granularity must be") for size in (0, -16)),
         ({"granularity": "row", "hold_steps": 5}, "use granularity: tensor"), ({"headroom": 0}, "above 0"),
         ({"headroom": 2}, "at most 1"), ({"hold_steps": 0}, "at least 1"),
+        ({"hold_steps": 2**31}, "hold_steps must be below"),
+        ({"granularity": "row", "share": "siblings"}, "with share use granularity: tensor$"),
         ({"gradient_target": 512}, "target 512 is above the largest scale of dgrad.grad_output, 448"),
         ({"gradient_target": 448, "operands": ["forward"]},
          "gradient_target is for gradients, which operands does not list"),
@@ -194,6 +206,8 @@ UNFIT: dict[str, list[tuple[dict[str, Any], dict[str, Any], str]]] = {
     ] + [
         ({"block": 64}, {"more": [{"tensor_scaling": {"granularity": 64}}]}, "already gives macro blocks a factor"),
         ({"block": 64}, {"after": ["tensor_scaling"]}, "declare tensor_scaling first"),
+        ({"block": 64, "operands": ["inputs"]},
+         {"more": [{"tensor_scaling": {"granularity": 64, "operands": ["forward"]}}]}, "already gives macro blocks"),
     ],
     "ms_eden": [
         (options, {"more": [ROTATED], "quantize": NVFP4} | rest, message)
