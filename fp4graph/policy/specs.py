@@ -150,9 +150,11 @@ class SpecResolver:
             return table[name]
         if name in tables[other_kind]:
             names = ", ".join(sorted(table))
-            raise self._document.error(path, f"{name!r} is a format of {other_kind}s, not of {kind}s; known: {names}")
-        cause = self._registry.why_missing(name)
-        raise self._document.error(path, f"unknown {kind} format {name!r}{cause}; {suggest(name.lower(), table)}")
+            wrong = f"{name!r} is a format of {other_kind}s, not of {kind}s; known: {names}"
+        else:
+            cause = self._registry.why_missing(name)
+            wrong = f"unknown {kind} format {name!r}{cause}; {suggest(name.lower(), table)}"
+        raise self._document.error(path, f"{dotted(path)}: {wrong}")
 
 
 def _fields(section: QuantizeSection | ScaleSection, path: Path, without: tuple[str, ...] = ()) -> _Written:

@@ -62,8 +62,8 @@ def test_exceptions_replace_the_list_and_its_selector() -> None:
          r"rules\[0\]\.quantize: selector 'mse' chooses between elements, but element names only e2m1"),
         (SET | {"selector": "rms"}, r"rules\[0\]\.quantize\.selector must be 'mse', 'mae' or 'amax'; got 'rms'"),
         (NVFP4 | {"element": ["e2m1", "e4m3"]}, r"rules\[0\]\.quantize: .* must have codes of one width"),
-        (NVFP4 | {"element": ["e2m1", "e5m9"]}, "unknown element format 'e5m9'"),
-        (NVFP4 | {"element": ["e2m1", "e8m0"]}, "'e8m0' is a format of scales"),
+        (NVFP4 | {"element": ["e2m1", "e5m9"]}, r"rules\[0\]\.quantize\.element: unknown element format 'e5m9'"),
+        (NVFP4 | {"element": ["e2m1", "e8m0"]}, r"rules\[0\]\.quantize\.element: 'e8m0' is a format"),
         (NVFP4 | {"element": []}, r"rules\[0\]\.quantize\.element must be text, or a list of at least one text"),
     ],
 )  # fmt: skip

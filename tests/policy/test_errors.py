@@ -177,7 +177,7 @@ REFUSED = {
     at: 5↵    operands: {fprop: keep, backward: keep} #! | all six operands are kept
     at: 5↵    operands: {dgrad: keep} #!↵    rules: []↵    default: keep | do nothing
     at: 5↵    default: keep↵  - at: 5 #!↵    default: keep | begins at 5, and the one above it at 5 | reorder
-    at: 5↵    default: keep↵  - at: 0.5↵    default: keep↵  - at: 4 #!↵    default: keep | begins at 4, and the one above it at 5
+    at: 5↵    default: keep↵  - at: 0.5↵    default: keep↵  - at: 4 #!↵    default: keep | begins at 4, and
     at: 0.5↵    default: keep↵  - at: 0.25 #!↵    default: keep | begins at 0.25, and the one above it at 0.5
     at: 5↵    techniques: [avrage] #! | did you mean 'average'
     at: 5↵    techniques: [average, {ramp: {steps: 1}}] #! | cannot share a site
@@ -289,6 +289,9 @@ def test_at_most_16_policies_extend_one_another(tmp_path: Path, registry: Regist
             {"rules": [{"match": {"modul": "x"}, "keep": "y"}]},
             r"^unknown key 'modul' in rules\[0\].match; .*'module'\?",
         ),
+        ({"default": {"element": "e5m9"}}, r"^default.element: unknown element format 'e5m9'; "),
+        ({"rules": [{"match": {}, "quantize": {"scale": {"format": "int4"}}}]},
+         r"^rules\[0\].quantize.scale.format: 'int4' is a format of elements"),
         ({3: "x"}, "a key is text; got 3"),
         ({"rules": "itself"}, r"^rules\[0\].rules\[0\]...: nested too deeply"),
         ({"rules": [[]] * 200_000}, r"^rules\[\d+\]...: too large"),
