@@ -130,8 +130,8 @@ def round_scale(ideal: np.ndarray, fmt: str, rule: str = "nearest_even", zero: s
 
     `rule` is "nearest_even" or "toward_positive". Ties of the former go to the even mantissa; E8M0, which has no
     mantissa, goes up from 1.5*2^k, as in ml_dtypes. Overflow saturates. A scale that rounds to zero becomes the
-    smallest subnormal ("nearest_subnormal", EL 3.1) or 1 ("to_one", Chmiel et al.). E8M0 has no zero: small positive
-    scales become 2^-127 under both rules, and `zero` decides only about an ideal scale of exactly zero.
+    smallest subnormal ("nearest_subnormal", EL 3.1) or 1 ("to_one", Chmiel et al.). E8M0 has no zero to round to: a
+    scale underflows if the power of two that it rounds to is below 2^-127.
     """
     ideal = np.asarray(ideal, dtype=np.float64)
     if fmt == "fp32":
@@ -141,6 +141,8 @@ def round_scale(ideal: np.ndarray, fmt: str, rule: str = "nearest_even", zero: s
     else:
         table = SCALES[fmt]
         smallest = float(table[table > 0][0])
+        if fmt == "e8m0":
+            table = np.ldexp(1.0, np.arange(-1022, 128))  # with float64's exponents; the range is applied afterwards
         inside = np.clip(ideal, table[0], table[-1])
         low, high = _neighbours(inside, table)
         if rule == "toward_positive":
@@ -152,7 +154,7 @@ def round_scale(ideal: np.ndarray, fmt: str, rule: str = "nearest_even", zero: s
             rounded = np.where((inside > middle) | ((inside == middle) & upper), table[high], table[low])
         else:
             raise ValueError(f"unknown scale rounding {rule!r}")
-        rounded = np.where(ideal == 0, 0.0, rounded)
+        rounded = np.where((ideal == 0) | (rounded < smallest), 0.0, rounded)
     replacement = {"nearest_subnormal": smallest, "to_one": 1.0}[zero]
     return np.where(rounded == 0, replacement, rounded)
 
@@ -189,8 +191,8 @@ def block_scales(
         else:
             exponent = floor_log2(safe) - int(floor_log2(np.float64(qmax)))
             exponent = exponent + (safe > np.ldexp(qmax, exponent))
-        scale = np.ldexp(1.0, np.clip(exponent, -127, 127))
-        return np.where(z > 0, scale, round_scale(np.zeros(()), fmt, "nearest_even", zero))
+        scale = np.ldexp(1.0, np.minimum(exponent, 127))
+        return round_scale(np.where(z > 0, scale, 0.0), fmt, "nearest_even", zero)
     if convention == "decode":
         return round_scale(z / qmax, fmt, rule, zero)
     if convention != "encode":

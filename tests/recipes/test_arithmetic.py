@@ -6,6 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from fp4graph import QuantSpec, ScaleSpec
+from fp4graph.numerics.spec import ScaleRounding, Zero
+from tests.helpers.oracle import scale_of_block
 from tests.recipes.arithmetic import (
     ELEMENTS,
     SCALES,
@@ -111,6 +114,15 @@ def test_a_scale_that_underflows_is_the_smallest_subnormal_or_one() -> None:
     ideal = np.array([0, 2.0**-12, 2.0**-10, 1.5 * 2.0**-10])
     np.testing.assert_array_equal(round_scale(ideal, "e4m3"), 2.0**-9)
     np.testing.assert_array_equal(round_scale(ideal, "e4m3", zero="to_one"), [1, 1, 1, 2.0**-9])
+
+
+@pytest.mark.parametrize("zero", ["nearest_subnormal", "to_one"])
+@pytest.mark.parametrize("rule", ["nearest_even", "toward_positive", "floor", "ceil"])
+def test_e8m0_scales_underflow_where_the_oracles_do(rule: ScaleRounding, zero: Zero) -> None:
+    z = np.array([0, *(6 * np.ldexp(m, -k) for m in (1, 1.25, 1.5, 1.75) for k in range(126, 132))])
+    spec = QuantSpec(block=32, scale=ScaleSpec("e8m0", rule, zero=zero))
+    expected = [scale_of_block([each], spec.scale, spec.element) for each in z.tolist()]
+    np.testing.assert_array_equal(block_scales(z, fmt="e8m0", rule=rule, zero=zero), expected)
 
 
 def test_floor_truncates_tetrajets_example_and_ceil_does_not() -> None:
