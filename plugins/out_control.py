@@ -126,7 +126,7 @@ class MeasureChannels(Part):
 class SumOverRanks(OptimizerHook):
     """Adds the sums of all ranks to s."""
 
-    options: OutControl
+    reads_quantized = False
 
     def after_step(self, update: WeightUpdate) -> None:
         """Add the sums of all ranks to s; raise an Error if channels are split that were never measured."""

@@ -84,6 +84,7 @@ class RoundToAverage(Rounding):
 class MoveAverage(OptimizerHook):
     """Updates e."""
 
+    reads_quantized = False
     options: QEma
 
     def after_step(self, update: WeightUpdate) -> None:

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fp4graph.graph import experts
 from fp4graph.graph.names import Names
 from fp4graph.graph.nested import nested
-from fp4graph.graph.products import DIMENSIONS, PRODUCER, producer_of
+from fp4graph.graph.products import PRODUCER, SHAPE, producer_of
 from fp4graph.torch_internals import pytree
 
 #: Attributes that are views of the tensor; the pass does not see reads of other attributes.
@@ -94,7 +94,7 @@ class Nodes:
         """Map ``result`` to ``node``; copies of experts' matrices keep their node if they were ``written`` into."""
 
         def assign(x: Tensor, new: Node) -> None:
-            new.meta[DIMENSIONS] = x.dim()
+            new.meta[SHAPE] = tuple(x.shape)
             old = self._nodes.get(x)
             if not (written and old is not None and experts.COPIES in old.meta):
                 self._nodes[x] = new

@@ -19,7 +19,7 @@ from fp4graph.errors import CaptureError, PluginError
 from fp4graph.graph import flops, refusals
 from fp4graph.graph.found import FoundProduct, FoundWork
 from fp4graph.graph.operations import Verdict
-from fp4graph.graph.products import Product, name_of, transposes, value_of
+from fp4graph.graph.products import Product, name_of, shown_part, transposes, value_of
 from fp4graph.graph.refusals import rule_that_keeps
 from fp4graph.graph.site import Site, WeightUse
 from fp4graph.kernels.machine import Machine
@@ -273,7 +273,8 @@ class Planner:
         self._occurrences[str(view.module)] += 1
         if found.has_weight and found.owner is not None:
             transposed = found.product.by_columns != transposes(found.views)
-            self.uses.append(WeightUse(*found.owner, view, decision, transposed))
+            part = shown_part(found.views, found.product.b, found.product.by_columns, transposed)
+            self.uses.append(WeightUse(*found.owner, view, decision, transposed, part))
         plan = NOTHING
         if rule.quantizes:
             plan = plan_once(view, rule, training=found.marked is None or found.marked.marker.training)

@@ -169,8 +169,8 @@ def origin(node: Node) -> tuple[Node, tuple[Node, ...]]:
 
 #: Key in the meta data of an input: the operation that made the tensor, where it is known.
 PRODUCER = "fp4graph_producer"
-#: Key in the meta data of a node that keeps no value: the number of axes of its tensor.
-DIMENSIONS = "fp4graph_dimensions"
+#: Key in the meta data of a node that keeps no value: the shape of its tensor.
+SHAPE = "fp4graph_shape"
 #: Views that may exchange the axes of a matrix.
 _TRANSPOSITIONS = frozenset({
     "t", "transpose", "numpy_T", "mT", "T", "adjoint", "swapaxes", "swapdims", "permute", "movedim", "moveaxis",
@@ -184,16 +184,51 @@ def transposes(views: tuple[Node, ...]) -> bool:
         name = str(view.args[1]) if name_of(view) == "getattr" else name_of(view)
         if name in _TRANSPOSITIONS:
             # All sizes differ, so that the shape shows where each axis went.
-            sizes = tuple(range(2, 2 + _dimensions(view.args[0])))
+            sizes = tuple(range(2, 2 + len(_shape(view.args[0]))))
             shown = operation(view)(torch.empty(sizes, device="meta"), *view.args[1:], **view.kwargs).shape
             transposed ^= len(sizes) > 1 and tuple(shown[-2:]) == (sizes[-1], sizes[-2])
     return transposed
 
 
-def _dimensions(node: Any) -> int:
-    """Return the number of axes of the tensor that ``node`` stands for."""
+#: Views that keep the places of the numbers.
+_IN_PLACE = frozenset(
+    {"contiguous", "to", "float", "half", "bfloat16", "type_as", "detach", "clone", "alias", "_to_copy"}
+)
+
+
+def shown_part(views: tuple[Node, ...], factor: Node, by_columns: bool, transposed: bool) -> tuple[range, range] | None:
+    """Return the rows and columns of a matrix ``[N, K]`` that a chain of views shows: the ``factor`` of a product.
+
+    Args:
+        by_columns: whether the factor is ``[..., K, N]``. transposed: whether the matrix is stored ``[K, N]``.
+
+    Returns:
+        None if the chain shows the numbers in another shape, or what only the running graph knows.
+    """
+    sizes = _shape(views[0].args[0] if views else factor)
+    if len(sizes) != 2:
+        return None
+    stored = torch.empty(sizes, device="meta")
+    shown: Any = stored
+    try:
+        for view in views:
+            if name_of(view) not in _IN_PLACE:
+                shown = operation(view)(shown, *view.args[1:], **view.kwargs)
+    except (TypeError, RuntimeError):  # an argument is a node
+        return None
+    whole, shown = stored.mT if transposed else stored, shown.mT if by_columns else shown
+    repeated = all(size == 1 or stride == 0 for size, stride in zip(shown.shape[:-2], shown.stride(), strict=False))
+    if not repeated or shown.stride()[-2:] != whole.stride():
+        return None
+    row, column = divmod(shown.storage_offset(), max(whole.stride()))
+    row, column = (column, row) if transposed else (row, column)
+    return range(row, row + shown.shape[-2]), range(column, column + shown.shape[-1])
+
+
+def _shape(node: Any) -> tuple[Any, ...]:
+    """Return the shape of the tensor that ``node`` stands for."""
     value = value_of(node)
-    return int(node.meta[DIMENSIONS]) if value is None else value.dim()
+    return node.meta[SHAPE] if value is None else tuple(value.shape)
 
 
 def producer_of(node: Node) -> str | None:

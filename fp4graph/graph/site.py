@@ -87,6 +87,8 @@ class WeightUse:
         site: the product as the graph shows it.
         decision: the policy's decision about the product.
         transposed: True where the parameter is stored ``[K, N]`` rather than ``[N, K]``.
+        part: the rows and columns of a parameter of two axes, as ``[N, K]``, that are the second factor; None if the
+            factor has another shape, or the parameter more axes.
     """
 
     module: str
@@ -94,3 +96,4 @@ class WeightUse:
     site: SiteView
     decision: Decision
     transposed: bool
+    part: tuple[range, range] | None

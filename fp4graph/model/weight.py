@@ -18,7 +18,7 @@ from fp4graph.ops import contract
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.state import StateSlot, in_each_dtype
 from fp4graph.policy import Rule
-from fp4graph.technique import Technique, acts_at
+from fp4graph.technique import Technique, acts_at, hooks_of
 from fp4graph.technique.site import SiteView
 
 
@@ -59,6 +59,12 @@ def _slots(possible: Iterable[PlannedWeight], name: str) -> tuple[StateSlot, ...
                     site=name,
                 )
     return tuple(slot for slot, _ in slots.values())
+
+
+def _reads_quantized(technique: Technique) -> bool:
+    """Return whether a technique may quantize each weight at the optimizer's step."""
+    reading = (hook for hook in hooks_of(technique) if hook.reads_quantized)
+    return any(hook.acts_at("before_step") or hook.acts_at("after_step") for hook in reading)
 
 
 def _in_each_dtype(init: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
@@ -106,13 +112,16 @@ class Weight:
         """Take over the decision that a captured graph shows.
 
         Raises:
-            CaptureError: another product with this weight has another decision, and techniques act on the weight.
+            CaptureError: another product with this weight has another decision, and techniques act on the weight; or
+                the product multiplies with a part whose scales differ from those that techniques compute.
         """
         site, stored = use.site, self.stored
         if site.op == "linear" and stored.dim() == 3 and site.numel is not None and site.numel < stored.numel():
             # A loop multiplies with one matrix of the stack at a time, so each expert has its own statistics.
             site = dataclasses.replace(site, op="grouped", numel=stored.numel())
         planned = PlannedWeight.of(site, use.decision.rule)
+        if stored.dim() == 2:
+            self._require_one_quantizer(planned, use, stored.mT if use.transposed else stored)
         earlier = self._settled if self._captured else None
         if earlier is not None and earlier.on_weight != planned.on_weight:
             raise CaptureError(
@@ -125,6 +134,23 @@ class Weight:
         for slot in self.slots if turned else ():
             if slot.entry.canonical and (module_state := state.State.of(self.module)) is not None:
                 module_state.renew(self.buffer(slot))
+
+    def _require_one_quantizer(self, planned: PlannedWeight, use: WeightUse, whole: Tensor) -> None:
+        """Raise CaptureError if a technique quantizes the parameter, ``whole`` as ``[N, K]``, at the optimizer's step,
+        and the product multiplies with a part of it that has other scales."""
+        program, (n, k) = planned.plan.program, whole.shape
+        names = [t.name for t in planned.rule.techniques if _reads_quantized(t)]
+        if not names or program is None or use.part == (range(n), range(k)):
+            return
+        along = bool(program.fprop.transforms or program.apart)  # they read whole rows
+        part = None if use.part is None or (along and len(use.part[1]) < k) else use.part
+        if part is None or not program.fprop.right.quantizes_alone(*part, (n, k)):
+            raise CaptureError(
+                f"technique {names[0]} quantizes this parameter as one matrix at the optimizer's step, and a product "
+                "multiplies with a part or another shape of it, which has other scales. Give each product a parameter "
+                "of its own, drop the technique, or write a rule that keeps the product",
+                site=self.name,
+            )
 
     def require_settled(self) -> None:
         """Raise CaptureError if several rules may decide the weight and no graph has shown its product."""

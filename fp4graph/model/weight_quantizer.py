@@ -21,6 +21,8 @@ from fp4graph.technique.operands import Operand
 def quantize(weight: Weight, w: Tensor, step: Tensor) -> Tensor:
     """Quantize ``w`` (in stored layout) as fprop does in the graph; return dequantized values of its shape and dtype.
 
+    If products multiply with parts of ``w``, blocks and tensor scales are nevertheless those of the whole ``w``;
+    :meth:`Weight.settle` refuses techniques that would act on such values.
     The kernels of a convolution are quantized as the rows of a matrix. A sharded ``w`` is gathered first, because
     blocks and tensor scales reach across shards.
     """

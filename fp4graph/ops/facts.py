@@ -79,6 +79,23 @@ class OperandFacts:
         depends = self.draws or bool(self.state) or any(part.counts for part in self.parts)
         return not depends and acting <= {*OUTSIDE, "group_scale"}
 
+    def quantizes_alone(self, rows: range, columns: range, whole: tuple[int, int]) -> bool:
+        """Return whether a part of a matrix of size ``whole`` gets the same values alone as in the matrix."""
+        if self.spec is None:
+            return True
+
+        def fits(part: range, size: int, unit: int | str) -> bool:
+            if isinstance(unit, str):
+                return len(part) == size
+            return part.start % unit == 0 and (part.stop % unit == 0 or part.stop == size)
+
+        block, groups = self.spec.block, {part.group_granularity for part in self.at("group_scale")}
+        lines, length = block if isinstance(block, tuple) else (1, block)
+        mixed = self.draws or any(part.mixes in ("tensor", "expert") for part in self.parts)
+        if mixed or not {length, *groups}.isdisjoint({"tensor", "all"}):
+            return False
+        return fits(rows, whole[0], lines) and all(fits(columns, whole[1], unit) for unit in (length, *groups))
+
     @cached_property
     def is_wrapped(self) -> bool:
         """True if a technique acts outside of the calls of the quantizer."""

@@ -314,8 +314,13 @@ class ChannelSplit(Part):
 
 
 class OptimizerHook(Part):
-    """Acts around ``optimizer.step()``. It must not depend on the site, because it acts on weights of many sites."""
+    """Acts around ``optimizer.step()``. It must not depend on the site, because it acts on weights of many sites.
 
+    ``reads_quantized`` is False if it calls neither ``quantize`` nor ``quantization`` of an update. It then acts on
+    parameters too of which products multiply with parts that have scales of their own.
+    """
+
+    reads_quantized: ClassVar[bool] = True
     stages: ClassVar[tuple[str, ...]] = ("before_step", "before_optimizer", "after_step", "after_optimizer")
     mixes: Mixes = "none"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 import timm.optim
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import fp4graph
 from fp4graph.optim import StableSPAM
-from tests.helpers.policies import TIES_UP, one_rule
+from tests.helpers.policies import TIES_UP, one_rule, quantizer
 from tests.helpers.steps import assert_resumes, push, same
-from tests.helpers.training import applied
+from tests.helpers.training import applied, operation_by_operation
 from tests.recipes import optimizer_references as references
 
 BETA = 0.9
@@ -258,3 +260,42 @@ def test_a_use_in_high_precision_does_not_count(second: Any) -> None:
     stream = gradients(1, 1)
     push(optimizer, model.parameters(), stream)
     assert_dampened(model.first.weight, start[0], stream, 0)
+
+
+class Parts(nn.Linear):
+    """Multiplies with parts of its weight."""
+
+    def __init__(self, part: Any) -> None:
+        super().__init__(64, 64)
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (self.part(self.weight, index) for index in range(2))
+        return F.linear(x[:, : first.shape[1]], first) + F.linear(x[:, : second.shape[1]], second)
+
+
+ROWS, COLUMNS = (lambda w, i: w.chunk(2)[i]), (lambda w, i: w.split([24, 40], 1)[i][:, : 24 + 16 * i])
+BLOCKS, TENSOR = quantizer(16), {"tensor_scaling": {"operands": ["fprop.weight"]}}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("part", "techniques", "quantize", "refused"),
+    [
+        (ROWS, [DAMPEN], BLOCKS, False), (ROWS, [TENSOR, Q_EMA], BLOCKS, False),
+        (ROWS, [TENSOR, DAMPEN], BLOCKS, True), (ROWS, [DAMPEN], quantizer("tensor"), True),
+        (lambda w, i: w.split(32, 1)[i], [DAMPEN], BLOCKS, False), (COLUMNS, [DAMPEN], BLOCKS, True),
+        (lambda w, i: w.reshape(128, 32), [DAMPEN], BLOCKS, True),
+        (lambda w, i: w.T.contiguous().T, [DAMPEN], BLOCKS, False),
+    ],
+)  # fmt: skip
+def test_a_technique_quantizes_a_parameter_only_if_its_parts_have_the_scales_of_the_whole(
+    part: Any, techniques: list[Any], quantize: Any, refused: bool, compiled: bool
+) -> None:
+    model = applied(Parts(part), one_rule(*techniques, quantize=quantize))
+    with nullcontext() if compiled else operation_by_operation():
+        if refused:
+            with pytest.raises(fp4graph.CaptureError, match=r"^weight: technique dampen quantizes .* as one matrix"):
+                model(torch.randn(4, 64))
+        else:
+            model(torch.randn(4, 64))
