@@ -128,19 +128,19 @@ class Describer:
         """Return matrix work that cannot be quantized."""
         module = self._names.module(node)
         marked = markers.marker_of(node) if module is None and verdict is not Verdict.KEEP else None
-        if module is None and marked is None:  # a model whose own products a rule keeps has no marker
+        if module is None and marked is None:  # a root whose products no rule quantizes has no marker
             module = self._owner_of_factor(node, markers)
         view = self._names.view(module if marked is None else marked.marker.module, op)
         places = None if marked is None else marked.marker.tag.rules
         return FoundWork(node, module, view, places, reason, verdict, formula)
 
-    def _owner_of_factor(self, node: Node, markers: Markers) -> str | None:
-        """Return the module that owns the first matrix parameter among the inputs of ``node``, or None."""
+    def _owner_of_factor(self, node: Node, markers: Markers) -> str:
+        """Return the module that owns the first matrix parameter among the inputs of ``node``, or else the root."""
         for argument in node.all_input_nodes:
             if self._is_matrix_parameter(argument, markers):
                 owner = self._names.owner(markers.outside(origin(argument)[0]), node)
-                return None if owner is None else owner.module
-        return None
+                return "" if owner is None else owner.module
+        return ""
 
     def _product(self, product: Product, markers: Markers) -> FoundProduct:
         node = product.node
