@@ -271,8 +271,11 @@ TABLE: Mapping[Any, Operation] = {
         (_spelled("_int_mm"), dataclasses.replace(_QUANTIZED, flops=flops.of_mm)),
         (_spelled("_scaled_mm", "_scaled_mm_v2", "scaled_mm", "_weight_int4pack_mm", "_weight_int8pack_mm",
                   "_weight_int4pack_mm_for_cpu", "_dyn_quant_matmul_4bit", "_mixed_dtypes_linear"), _QUANTIZED),
-        (_spelled("_sparse_mm", "_sparse_semi_structured_mm", "_sparse_semi_structured_linear", "hspmm", "smm",
-                  "sspaddmm"), Operation(reason="a sparse product")),
+        ((torch.sparse.mm, torch.sparse.addmm, torch.sparse.sampled_addmm,
+          *_spelled("_sparse_mm", "_sparse_addmm", "_sparse_mm_reduce_impl", "sparse_sampled_addmm", "_cslt_sparse_mm",
+                    "_sparse_semi_structured_mm", "_sparse_semi_structured_addmm", "_sparse_semi_structured_linear",
+                    "hspmm", "smm", "sspaddmm")),
+         Operation(reason="a sparse product; make its factors dense (to_dense())")),
     ]
     for key in keys
 }  # fmt: skip

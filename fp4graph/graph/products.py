@@ -138,7 +138,8 @@ _VIEW_NAMES = frozenset({
     "t", "transpose", "permute", "view", "reshape", "contiguous", "to", "float", "half", "bfloat16", "type_as",
     "chunk", "split", "unbind", "narrow", "select", "unsqueeze", "squeeze", "expand", "detach", "clone", "flatten",
     "unflatten", "swapaxes", "swapdims", "adjoint", "getitem", "__getitem__", "getattr", "slice", "alias", "_to_copy",
-    "_unsafe_view", "numpy_T", "mT", "T", "tensor_split", "movedim", "moveaxis", "split_with_sizes",
+    "_unsafe_view", "numpy_T", "mT", "T", "tensor_split", "movedim", "moveaxis", "split_with_sizes", "to_sparse",
+    "to_sparse_coo", "to_sparse_csr", "to_sparse_csc", "to_sparse_bsr", "to_sparse_bsc", "_to_sparse",
 })  # fmt: skip
 
 

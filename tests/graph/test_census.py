@@ -445,6 +445,30 @@ def test_an_operation_that_is_not_quantized_is_listed_with_the_reason(name):
     assert standings == {"kept" if name == "a rule could" else "not supported"}
 
 
+#: Products of x [8, 16] and a parameter [8, 16], one of which is sparse. Dynamo compiles none of them.
+SPARSE = {
+    "mm": lambda x, w: torch.sparse.mm(w.to_sparse(), x.mT),
+    "mm of sparse tokens": lambda x, w: torch.sparse.mm(x.to_sparse(), w.mT),
+    "addmm": lambda x, w: torch.sparse.addmm(x @ x.mT, w.to_sparse_coo(), x.mT),
+    "sampled_addmm": lambda x, w: torch.sparse.sampled_addmm(torch.eye(8).to_sparse_csr(), x, w.mT).to_dense(),
+    "operator": lambda x, w: w.to_sparse_csr() @ x.mT,
+    "linear": lambda x, w: nn.functional.linear(x, w.to_sparse()),
+}
+
+
+@uncompiled
+@stances
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_sparse_product_with_a_parameter_is_an_error_until_a_rule_keeps_it(name, stance):
+    model, x = nn.Sequential(nn.Linear(16, 16), Called(SPARSE[name], 8, 16)), torch.randn(8, 16)
+    kept = policy("linear")
+    with pytest.raises(fp4graph.CaptureError, match=r"^1: .*sparse.*to_dense.*match: \{module: '1'\}"):
+        output(model, WEIGHTS, x, stance)
+    kept["rules"].insert(0, {"match": {"module": "1"}, "keep": "sparse", "required": False})
+    assert output(model, kept, x, stance).shape == (8, 8)
+
+
 def test_the_forward_of_an_autograd_function_is_counted_once():
     class Product(torch.autograd.Function):
         @staticmethod
