@@ -69,7 +69,12 @@ def test_apply_warns_once_about_a_newer_torch(monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "explained"),
-    [("_grouped_mm: bfloat16 is due, not float32", True), ("mm: not float32", False), ("_grouped_mm: shapes", False)],
+    [
+        ("_grouped_mm(): got RuntimeError('Expected mat_a to be BFloat16, got torch.float32.')\n", True),
+        ("mm(): got RuntimeError('got torch.float32.')\n", False),
+        ("_grouped_mm(): got RuntimeError('shapes')\n", False),
+        ("_grouped_mm(out_dtype: torch.float32): got RuntimeError('output dtype')\n out_dtype=torch.float32", False),
+    ],
 )
 def test_only_the_refusal_of_grouped_products_in_fp32_is_explained(text, explained):
     found = versions.refused_grouped_product(torch._dynamo.exc.TorchRuntimeError(text))

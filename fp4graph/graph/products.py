@@ -22,7 +22,7 @@ class Product:
 
     ``form`` is ``linear`` (B stored ``[N, K]``), ``matmul`` (B ``[..., K, N]``) or ``grouped`` (A ``[T, K]`` with the
     tokens sorted by expert, B ``[E, K, N]``, ``ends`` the cumulative numbers of tokens). ``addend`` is the bias or
-    accumulator.
+    accumulator, and ``out_dtype`` the dtype that a call asks for.
 
     A new form needs: a reader that returns it, :func:`objection` to say which factors it takes, its :attr:`shapes` and
     :attr:`by_columns`, the kind of site in ``Describer._product``, its FLOPs in
@@ -37,6 +37,7 @@ class Product:
     alpha: float = 1
     beta: float = 1
     ends: Node | None = None
+    out_dtype: torch.dtype | None = None
 
     @property
     def by_columns(self) -> bool:
@@ -82,7 +83,7 @@ def grouped(
     node: Node, a: Node, b: Node, offs: Node | None = None, bias: Node | None = None, out_dtype: Any = None
 ) -> Product:
     """Read ``A_e @ B_e`` of every expert e."""
-    return Product(node, "grouped", a, b, bias, ends=offs)
+    return Product(node, "grouped", a, b, bias, ends=offs, out_dtype=out_dtype)
 
 
 def objection(product: Product) -> str | None:
@@ -110,8 +111,7 @@ def _grouped_objection(product: Product, a: torch.Tensor, b: torch.Tensor) -> st
         return "it does not multiply tokens [T, K], sorted by expert and with offsets, with weights [E, K, N]"
     if product.addend is not None:
         return "it adds a bias; add the bias afterwards to quantize it"
-    out, follows_autocast = value_of(product.node), name_of(product.node) == "experts_mm"
-    return None if out is None or follows_autocast or out.dtype is a.dtype else "it asks for an out_dtype"
+    return None if product.out_dtype in (None, a.dtype) else "it asks for an out_dtype; cast the result instead"
 
 
 def is_quantized_elsewhere(x: object) -> bool:

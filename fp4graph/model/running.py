@@ -64,6 +64,7 @@ class Runner:
         self.failure: Error | None = None
         self._running = self.capture  # the capture of the compiled call in progress
         self._refused: str | None = None  # why torch.compile refuses the forward, which runs uncompiled from then on
+        self._dtypes = frozenset[torch.dtype]()  # those of the parameters at that refusal
 
     @property
     def _listed(self) -> bool:
@@ -172,7 +173,7 @@ class Runner:
                 if sharded:
                     with capture.forward():
                         return forward.run()
-                if self._refused is not None and all(p.dtype is not torch.float32 for p in root.parameters()):
+                if self._refused is not None and self._dtypes != _dtypes(root):
                     self._refused = None  # the user has followed the warning
                 if self._refused is not None:
                     return self._run_refused(forward.name, forward.call, forward.args, forward.kwargs)
@@ -196,7 +197,8 @@ class Runner:
         why = refused_grouped_product(error)
         if why is not None and strict:
             raise CaptureError(why) from error
-        self._refused = why or self._refused
+        if why is not None:
+            self._refused, self._dtypes = why, _dtypes(self._plan.root)
         return why is not None
 
     def _carried(self, error: Error | None, capture: Capture) -> bool:
@@ -230,6 +232,10 @@ class Runner:
             return self.uncompiled.run(forward, self.capture, checked=self._listed, running=self._running)
         finally:
             current.ran = ran
+
+
+def _dtypes(model: nn.Module) -> frozenset[torch.dtype]:
+    return frozenset(parameter.dtype for parameter in model.parameters())
 
 
 def _counts(forward: Forward, result: Any) -> bool:

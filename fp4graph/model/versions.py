@@ -37,8 +37,9 @@ def refused_grouped_product(error: Exception) -> str | None:
     Before torch 2.15 the meta kernel of ``aten::_grouped_mm``, which torch.compile runs on fake tensors, takes only
     bf16; the kernels of devices take fp32 too.
     """
-    named = all(word in str(error) for word in ("_grouped_mm", "float32"))
-    if not named or not torch_internals.is_runtime_error(error):
+    text = str(error)  # begins with the call, whose out_dtype may be float32, and ends with a line of the user's code
+    reason = text.partition("got RuntimeError(")[2].partition("\n")[0]
+    if "_grouped_mm" not in text or "float32" not in reason or not torch_internals.is_runtime_error(error):
         return None
     return (
         f"torch {torch.__version__} does not compile grouped_mm in fp32; make the products bf16 (autocast does not "

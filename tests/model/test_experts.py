@@ -174,6 +174,26 @@ def test_a_product_in_fp32_that_torch_does_not_compile_runs_uncompiled():
     assert runtime_of(model).capture.captured("__call__")
 
 
+@uncompiled
+def test_a_product_of_fp32_copies_in_a_bf16_model_runs_uncompiled():
+    model, kept = (direct(lambda x, w, offs: F.grouped_mm(x.float(), w.float(), offs=offs)).bfloat16() for _ in "ab")
+    x, ends = torch.randn(64, WIDTH).bfloat16(), torch.tensor([10, 20, 48, 64], dtype=torch.int32)
+    with training.operation_by_operation():
+        expected = training.applied(kept, one_rule(op="grouped"))(x, ends)
+    model = training.applied(model, one_rule(op="grouped"))
+    for _ in range(2):
+        assert torch.equal(model(x, ends), expected)
+
+
+@training.stances
+def test_an_out_dtype_is_refused(stance):
+    """Compiled, torch refuses it, as in the plain model."""
+    model, ends = direct(partial(F.grouped_mm, out_dtype=torch.float32)).bfloat16(), torch.tensor([64] * EXPERTS)
+    error, text = (CaptureError, "out_dtype; cast the result") if stance != "default" else (RuntimeError, "must match")
+    with torch.compiler.set_stance(stance), pytest.raises(error, match=text):
+        training.applied(model, one_rule(op=OPS))(torch.randn(64, WIDTH).bfloat16(), ends.int())
+
+
 @pytest.mark.parametrize("ends", [[40, 20, 48, 64], [10, 20, 48, 65], [-1, 20, 48, 64]])
 def test_offsets_that_decrease_or_leave_the_tokens_are_refused(ends):
     model = training.applied(direct(), one_rule(op="grouped"))
