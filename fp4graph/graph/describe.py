@@ -74,8 +74,8 @@ class Describer:
         if read is not None and operation is not None:
             verdict, reason = read.verdict, read.reason
             if verdict is None:
-                verdict = Verdict.LIKE_LINEAR if self.multiplies_parameter(node, markers) else Verdict.KEEP
-            if verdict is Verdict.LIKE_LINEAR and self._computes_weight(node, markers):
+                verdict = operation.like if self.multiplies_parameter(node, markers) else Verdict.KEEP
+            if verdict is not Verdict.KEEP and self._computes_weight(node, markers):
                 verdict, reason = Verdict.KEEP, _OF_WEIGHTS
             work = self.work(node, read.op, reason, verdict, markers, operation.flops)
             opened = operation.opened if operation.asks(node) else None

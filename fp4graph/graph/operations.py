@@ -80,8 +80,8 @@ class Operation:
             "conv", or "product" for a linear or a matmul, whichever the operation would be; "" always opens it.
         sizes: called with a node, returns K, N and the number of elements of the second factor of the site asked for.
         reason: why the operation is not a site, if it is neither read nor opened.
-        verdict: the treatment of an operation that is not a site. None means ``LIKE_LINEAR`` if a factor is a
-            parameter, else ``KEEP``; state ``LIKE_LINEAR`` if a factor is a weight but not a parameter.
+        verdict: the treatment of an operation that is not a site. None means ``like`` if a factor is a parameter, else
+            ``KEEP``; state ``LIKE_LINEAR`` if a factor is a weight but not a parameter.
         flops: called with the arguments of a call, tensors without data, returns its forward FLOPs; None uses torch's
             counter.
     """
@@ -93,6 +93,7 @@ class Operation:
     sizes: Callable[[Node], Sizes] = lambda _: (None, None, None)
     reason: str = ""
     verdict: Verdict | None = None
+    like: Verdict = Verdict.LIKE_LINEAR
     flops: Callable[..., int] | None = None
 
 
@@ -215,7 +216,7 @@ TABLE: Mapping[Any, Operation] = {
         (("__rmatmul__",), Operation(read=products.reversed_matmul)),
         (_spelled("addmm", "baddbmm"), Operation(read=products.addmm)),
         ((*_spelled("_grouped_mm", "grouped_mm"), "transformers::grouped_mm_fallback"),
-         Operation(read=products.grouped, flops=flops.of_grouped)),
+         Operation(read=products.grouped, like=Verdict.LIKE_EXPERTS, flops=flops.of_grouped)),
         (("fp4graph::experts_mm",), Operation(read=lambda node, a, b, ends, _: products.grouped(node, a, b, ends))),
         # several products, written out
         ((torch.einsum, torch.functional.einsum, aten.einsum),
@@ -267,7 +268,7 @@ TABLE: Mapping[Any, Operation] = {
         (_spelled("addmm_", "baddbmm_", "addbmm_", "addmv_"),
          Operation(reason="writes in place; write it without the underscore to quantize it")),
         (_spelled("_scaled_grouped_mm", "_scaled_grouped_mm_v2", "scaled_grouped_mm"),
-         dataclasses.replace(_QUANTIZED, flops=flops.of_grouped)),
+         dataclasses.replace(_QUANTIZED, verdict=Verdict.LIKE_EXPERTS, flops=flops.of_grouped)),
         (_spelled("_int_mm"), dataclasses.replace(_QUANTIZED, flops=flops.of_mm)),
         (_spelled("_scaled_mm", "_scaled_mm_v2", "scaled_mm", "_weight_int4pack_mm", "_weight_int8pack_mm",
                   "_weight_int4pack_mm_for_cpu", "_dyn_quant_matmul_4bit", "_mixed_dtypes_linear"), _QUANTIZED),

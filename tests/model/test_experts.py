@@ -186,12 +186,13 @@ def test_a_product_of_fp32_copies_in_a_bf16_model_runs_uncompiled():
 
 
 @training.stances
-def test_an_out_dtype_is_refused(stance):
+@pytest.mark.parametrize("op", OPS)
+def test_an_out_dtype_is_refused(stance, op):
     """Compiled, torch refuses it, as in the plain model."""
     model, ends = direct(partial(F.grouped_mm, out_dtype=torch.float32)).bfloat16(), torch.tensor([64] * EXPERTS)
     error, text = (CaptureError, "out_dtype; cast the result") if stance != "default" else (RuntimeError, "must match")
     with torch.compiler.set_stance(stance), pytest.raises(error, match=text):
-        training.applied(model, one_rule(op=OPS))(torch.randn(64, WIDTH).bfloat16(), ends.int())
+        training.applied(model, one_rule(op=op))(torch.randn(64, WIDTH).bfloat16(), ends.int())
 
 
 @pytest.mark.parametrize("ends", [[40, 20, 48, 64], [10, 20, 48, 65], [-1, 20, 48, 64]])
