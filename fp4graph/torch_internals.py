@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor, nn, overrides
@@ -156,10 +157,8 @@ def compiled_module(model: nn.Module) -> nn.Module | None:
 def source_of(placeholder: Node) -> str | None:
     """Return Dynamo's text for the object behind a placeholder, such as ``L['self'].fc1.weight``, or None. No public
     part of the graph says which parameter a placeholder is. Checked on torch 2.13 to 2.15."""
-    source = getattr(placeholder, "_dynamo_source", None)
-    if source is None:
-        return None
-    return source.name if isinstance(source.name, str) else str(source.name())
+    name = getattr(getattr(placeholder, "_dynamo_source", None), "name", None)
+    return name if name is None or isinstance(name, str) else str(name())
 
 
 def unmark_static(placeholder: Node) -> None:
@@ -180,10 +179,27 @@ def backend_named(name: str) -> Callable[[GraphModule, list[Any]], Callable[...,
 def compile_with_inductor(gm: GraphModule, example_inputs: list[Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Compile a graph with Inductor; ``options`` maps names of Inductor's settings to values. The backend
     ``"inductor"`` takes no options. Checked on torch 2.13 to 2.15."""
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    compiled: Any = compile_fx(gm, example_inputs, config_patches=dict(options) or None)
-    return compiled  # type: ignore[no-any-return]
+    inner: Any = unlike_loops_unsplit()(compile_fx_inner)  # compiles each graph; that of the backward may come later
+    return compile_fx(gm, example_inputs, inner, config_patches=dict(options) or None)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def unlike_loops_unsplit() -> Iterator[None]:
+    """Keep Inductor from splitting fused loops of unlike axes in this context: in code for a CPU that fails at an
+    assertion, and no setting turns it off. Checked on torch 2.13 to 2.15."""
+    from torch._inductor.codegen.cpp import CppScheduling
+    from torch._inductor.ir import ComputedBuffer
+
+    split = CppScheduling.try_loop_split
+
+    def split_alike(scheduling: Any, nodes: list[Any]) -> list[Any]:
+        sizes = [node.node.get_default_sizes_body()[0] for node in nodes if isinstance(node.node, ComputedBuffer)]
+        return split(scheduling, nodes) if all(each == sizes[0] for each in sizes) else nodes
+
+    with mock.patch.object(CppScheduling, "try_loop_split", split_alike):
+        yield
 
 
 def split_by_buckets(backend: Callable[..., Any], bucket_bytes: int) -> Callable[..., Any]:
@@ -326,11 +342,8 @@ def fake_tensors_silent() -> Iterator[None]:
     """Keep fake tensors from logging the traceback of a failing call, in this context. torch has no setting for it.
     Checked on torch 2.13 to 2.15."""
     log = logging.getLogger(FakeTensor.__module__)
-    previous, log.disabled = log.disabled, True
-    try:
+    with mock.patch.object(log, "disabled", True):
         yield
-    finally:
-        log.disabled = previous
 
 
 def packet_of(target: Any) -> Any:

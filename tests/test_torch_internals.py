@@ -340,6 +340,25 @@ def test_compile_with_inductor():
         internals.compile_with_inductor(torch.fx.symbolic_trace(lambda x: (x,)), [x], {"no_such_option": 1})
 
 
+@pytest.mark.inductor
+def test_unlike_loops_unsplit():
+    """tests/model/test_inductor.py compiles loops that torch would fail to split."""
+    from torch._inductor.codegen.cpp import CppScheduling
+    from torch._inductor.ir import ComputedBuffer
+
+    def loop(*sizes: int) -> Any:
+        buffer = mock.Mock(spec=ComputedBuffer)
+        buffer.get_default_sizes_body.return_value = (sizes, ()), None, None
+        return mock.Mock(node=buffer)
+
+    alike, unlike = [loop(48, 160), loop(48, 160)], [loop(48, 160), loop(160, 48)]
+    with mock.patch.object(CppScheduling, "try_loop_split", lambda *_: "split") as original:
+        with internals.unlike_loops_unsplit():
+            ran = [CppScheduling.try_loop_split(mock.Mock(), nodes) for nodes in (alike, unlike)]
+        assert CppScheduling.try_loop_split is original
+    assert ran == ["split", unlike]
+
+
 def test_split_by_buckets():
     module, x = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))), torch.ones(1, 64)
     whole, split = Kept(), Kept()

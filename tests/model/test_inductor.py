@@ -12,11 +12,11 @@ from fp4graph.model.runtime import runtime_of
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.registry import Registry
-from tests.helpers.models import Mlp
+from tests.helpers.models import Mlp, module_of
 from tests.helpers.policies import one_rule
 from tests.helpers.steps import descend
 from tests.helpers.techniques import Offers, technique
-from tests.helpers.training import applied, prepared
+from tests.helpers.training import applied, assert_equal, prepared
 
 pytestmark = pytest.mark.inductor
 X = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
@@ -63,6 +63,21 @@ def test_quantizers_are_bit_identical_on_the_operands_of_a_training_step(monkeyp
             compiled = torch.compile(lambda t, program=program, draw=draw: program(t, draw)[0].values)(x)
         assert torch.equal(eager, compiled), program.spec
         assert torch.equal(eager, by_kernel), program.spec
+
+
+@pytest.mark.compiler
+def test_tensor_code_quantizes_one_bf16_tensor_along_both_axes():
+    """Inductor fuses both with the exact x·0.5 before them, and cannot split their loops together."""
+    x = torch.randn(48, 160, generator=torch.Generator().manual_seed(0)).bfloat16()
+    results = []
+    for backend in ("eager", "inductor"):
+        torch.manual_seed(0)
+        model = module_of(lambda self, x: self.linear(x * 0.5), linear=nn.Linear(160, 96)).bfloat16()
+        with operators.tensor_code():
+            y = fp4graph.apply(model, "nvfp4", backend=backend)(x)
+            y.sum().backward()
+        results.append((y, model.linear.weight.grad))
+    assert_equal(*results)
 
 
 @pytest.mark.compiler
