@@ -352,7 +352,7 @@ def test_unlike_loops_unsplit():
         return mock.Mock(node=buffer)
 
     alike, unlike = [loop(48, 160), loop(48, 160)], [loop(48, 160), loop(160, 48)]
-    with mock.patch.object(CppScheduling, "try_loop_split", lambda *_: "split") as original:
+    with mock.patch.object(CppScheduling, "try_loop_split", return_value="split") as original:
         with internals.unlike_loops_unsplit():
             ran = [CppScheduling.try_loop_split(mock.Mock(), nodes) for nodes in (alike, unlike)]
         assert CppScheduling.try_loop_split is original

@@ -51,13 +51,14 @@ class Watcher(Interpreter):
     def __call__(self, *args: Any) -> Any:
         """Run one forward."""
         self._suspects, self._tainted = [], set()
-        return self.run(*args)
+        result = self.run(*args)
+        self._check_result(self.graph.output_node())  # run() adds a traceback to the errors of nodes
+        return result
 
     def run_node(self, n: Node) -> Any:
         """Run one node, check its result, and hook the gradient of the result."""
         result = super().run_node(n)
         if n.op == "output":
-            self._check_result(n)
             return result
         if not all(map(_finite, _floats(result))):
             if not any(parent in self._tainted for parent in n.all_input_nodes):

@@ -71,3 +71,4 @@ def test_the_place_where_nan_or_inf_arises_is_named(cause):
     with fp4graph.detect_nonfinite(model), pytest.raises(fp4graph.NonFiniteError, match=text) as caught:
         step(model, X)
     assert fnmatchcase(caught.value.site, site)  # Dynamo names the input
+    assert str(caught.value) == f"{caught.value.site}: {caught.value.message}"  # without FX's traceback
