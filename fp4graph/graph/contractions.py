@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import string
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -21,12 +22,13 @@ def einsum_as_matmul(node: Node) -> Callable[..., Tensor] | None:
 
     More than two operands are multiplied in pairs, in the order that torch's own einsum takes.
     """
-    equation, operands = einsum_operands(node)
-    if not isinstance(equation, str) or "->" not in equation or "." in equation or len(operands) < 2:
+    written, operands = einsum_operands(node)
+    values = [value_of(operand) for operand in operands]
+    if not isinstance(written, str) or len(operands) < 2 or any(value is None for value in values):
         return None
     if node.kwargs.get("path") is not None:
         return None
-    inputs, result = equation.replace(" ", "").split("->")
+    inputs, result = _labels(written, [value.dim() for value in values if value is not None])
     if len(operands) == 2:
         left, right = inputs.split(",")
         matmul = _pair(left, right, result)
@@ -37,7 +39,7 @@ def einsum_as_matmul(node: Node) -> Callable[..., Tensor] | None:
     def function(_: str, *factors: Any, **__: Any) -> Tensor:
         waiting: list[tuple[str, Tensor]] = list(zip(inputs.split(","), _listed(factors), strict=True))
         results: list[Tensor] = []
-        for first, second in _path(equation, [x for _, x in waiting]):
+        for first, second in _path(f"{inputs}->{result}", [x for _, x in waiting]):
             (a, x), (b, y) = waiting[first], waiting[second]
             if any(y is earlier for earlier in results):  # a result goes first: the other factor may be a weight
                 (a, x), (b, y) = (b, y), (a, x)
@@ -56,6 +58,21 @@ def einsum_operands(node: Node) -> tuple[Any, list[Any]]:
     """Return the equation and the operands of the einsum at ``node``."""
     equation, *operands = node.args
     return equation, _listed(operands)
+
+
+def _labels(equation: str, dims: Sequence[int]) -> tuple[str, str]:
+    """Return the labels of the operands and of the result, with a letter for each axis that an ellipsis stands for.
+
+    Without ``->`` the result has the axes of the ellipsis, then the labels that occur once, in order.
+    """
+    inputs, arrow, result = equation.replace(" ", "").partition("->")
+    terms, free = inputs.split(","), [i for i in string.ascii_letters if i not in equation]
+    counts = [dim - len(term) + 3 if "..." in term else 0 for term, dim in zip(terms, dims, strict=True)]
+    axes = "".join(free[: max(counts)])
+    if not arrow:
+        result = "..." + "".join(i for i in sorted(set(inputs) - set(".,")) if inputs.count(i) == 1)
+    shown = [term.replace("...", axes[len(axes) - count :]) for term, count in zip(terms, counts, strict=True)]
+    return ",".join(shown), result.replace("...", axes)
 
 
 def _listed(operands: Sequence[Any]) -> list[Any]:

@@ -198,7 +198,9 @@ def _written_out(
 
 
 def _asks_of_einsum(node: Node) -> str:
-    return "product" if len(contractions.einsum_operands(node)[1]) > 2 else ""
+    equation, operands = contractions.einsum_operands(node)
+    plain = isinstance(equation, str) and "->" in equation and "." not in equation
+    return "" if plain and len(operands) == 2 else "product"
 
 
 RECURRENT = "recurrent layers are kept in high precision"
@@ -221,7 +223,7 @@ TABLE: Mapping[Any, Operation] = {
         # several products, written out
         ((torch.einsum, torch.functional.einsum, aten.einsum),
          Operation("einsum", opened=contractions.einsum_as_matmul, asks=_asks_of_einsum,
-                   reason="not a chain of matmuls whose equation has '->' and no ellipsis")),
+                   reason="not a chain of matmuls")),
         ((torch.tensordot, torch.functional.tensordot, aten.tensordot),
          _written_out(contractions.tensordot_as_matmul, "not one matmul")),
         (_spelled("inner"), _written_out(contractions.inner_as_matmul, "a product with a vector")),

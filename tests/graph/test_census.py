@@ -217,6 +217,9 @@ WRITTEN_OUT = {
     "addbmm method": (lambda x, w: (x[0] @ x[1].T).addbmm(x, x.mT), (), ["matmul", "matmul"]),
     "bilinear": (lambda x, w: nn.functional.bilinear(x, x + 1, w, w[:, 0, 0]), (6, 16, 16), ["linear"]),
     "einsum of three": (lambda x, w: torch.einsum("btd,de,ef->btf", x, w, w.T), (16, 24), ["linear", "linear"]),
+    "einsum with ...": (lambda x, w: torch.einsum("... k, kn -> n...", x, w), (16, 24), ["linear"]),
+    "einsum without ->": (lambda x, w: torch.einsum("zk,kA", x[0], w), (16, 24), ["linear"]),
+    "einsum of both": (lambda x, w: torch.einsum("...ik,...jk,...jZ", x, x, x), (), ["matmul", "matmul"]),
     "einsum, factors": (lambda x, w: torch.einsum("btd,t,de->bte", x, x[0, :, 0], w), (16, 24), ["einsum", "linear"]),
     "einsum, operator": (lambda x, w: torch.ops.aten.einsum("btd,de->bte", [x, w], path=None), (16, 24), ["linear"]),
     "einsum, broadcast": (lambda x, w: torch.einsum("btd,bde->bte", x, w), (1, 16, 24), ["linear"]),
@@ -253,6 +256,7 @@ def test_an_operation_of_several_products_is_written_out_for_a_rule_that_wants_t
     # With fprop in high precision the products sum in another order, and else compute the same.
     tolerance = {"rtol": 1e-5, "atol": 1e-5 * expected.abs().max().item()}
     torch.testing.assert_close(output(model, BACKWARD, x), expected, **tolerance)
+    assert torch.equal(output(model, "bf16", x), expected)  # torch's own operation runs
     rounded = output(model, EVERYTHING, x)
     assert not torch.allclose(rounded, expected, **tolerance)
     assert torch.equal(rounded, output(model, EVERYTHING, x, "force_eager"))
