@@ -290,8 +290,10 @@ def test_at_most_16_policies_extend_one_another(tmp_path: Path, registry: Regist
             r"^unknown key 'modul' in rules\[0\].match; .*'module'\?",
         ),
         ({"default": {"element": "e5m9"}}, r"^default.element: unknown element format 'e5m9'; "),
-        ({"rules": [{"match": {}, "quantize": {"scale": {"format": "int4"}}}]},
-         r"^rules\[0\].quantize.scale.format: 'int4' is a format of elements"),
+        (
+            {"rules": [{"match": {}, "quantize": {"scale": {"format": "int4"}}}]},
+            r"^rules\[0\].quantize.scale.format: 'int4' is a format of elements",
+        ),
         ({3: "x"}, "a key is text; got 3"),
         ({"rules": "itself"}, r"^rules\[0\].rules\[0\]...: nested too deeply"),
         ({"rules": [[]] * 200_000}, r"^rules\[\d+\]...: too large"),
