@@ -65,7 +65,7 @@ def multiply(
 
     γ are the terms' multipliers. The result has the dtype of the terms. If a term has a multiplier, the expression is
     computed on the GEMMs' fp32 accumulators and rounded once to that dtype, as hardware does. If no term has a
-    multiplier, every operation rounds, as operations of torch do.
+    multiplier, every operation rounds, as operations of torch do; Inductor may make a product and a sum one addmm.
 
     Args:
         addend: broadcastable to the product.
