@@ -182,7 +182,7 @@ def compile_with_inductor(gm: GraphModule, example_inputs: list[Any], options: M
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     inner: Any = unlike_loops_unsplit()(compile_fx_inner)  # compiles each graph; that of the backward may come later
-    return compile_fx(gm, example_inputs, inner, config_patches=dict(options) or None)  # type: ignore[return-value]
+    return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=dict(options) or None)  # type: ignore[return-value]
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,22 +25,6 @@ _SMALLEST_NORMAL = 2.0**-126  # of fp32
 EQUAL = 2.0**-20
 
 
-class _StraightThrough(torch.autograd.Function):
-    """Returns ``y``, and passes its gradient to ``x``."""
-
-    @staticmethod
-    def forward(x: Tensor, y: Tensor) -> Tensor:
-        return y.clone()  # a view could not be changed in place
-
-    @staticmethod
-    def setup_context(*_: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
 def fake_quantize(x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor | None = None) -> Tensor:
     """Return ``x`` rounded to the values that ``spec`` can represent, in the shape and dtype of ``x``.
 
@@ -60,7 +44,12 @@ def fake_quantize(x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor |
     """
     blocking, codes, scale = quantize(x, spec, dim, key)
     y = blocking.join(dequantize(codes, scale, spec).to(x.dtype))
-    return _StraightThrough.apply(x, y) if x.requires_grad else y
+    if not x.requires_grad:
+        return y
+    from fp4graph.numerics.straight_through import StraightThrough  # not above: commands read plugins without torch
+
+    result: Tensor = StraightThrough.apply(x, y)
+    return result
 
 
 def quantize(

@@ -158,13 +158,8 @@ def test_for_cuda_graphs_keys_are_static_inputs_and_the_step_is_not():
         run._boxed_call = True
         return run
 
-    original = compile_fx.compile_fx
-
-    def compile_graph(graph, inputs, inner_compile=compile_inner, **options):
-        return original(graph, inputs, inner_compile=inner_compile, **options)
-
     x = torch.randn(40, 64)
-    with mock.patch.object(compile_fx, "compile_fx", compile_graph):
+    with mock.patch.object(compile_fx, "compile_fx_inner", compile_inner):
         model = fp4graph.apply(Mlp(64, 96, 64), "tetrajet-qema", mode="reduce-overhead")
         fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
         outputs = [model(x) for _ in range(3)]
