@@ -180,6 +180,11 @@ _TRANSPOSITIONS = frozenset({
 
 def transposes(views: tuple[Node, ...]) -> bool:
     """Return whether a chain of views shows a matrix ``[N, K]``, or each of a stack ``[E, N, K]``, transposed."""
+    sizes = _shape(views[0].args[0]) if views else ()
+    if len(sizes) == 2 and (shown := _shown(views, sizes)) is not None:
+        strides, plain = shown.stride()[-2:], (sizes[1], 1)
+        if sizes[1] != 1 and strides in (plain, plain[::-1]):  # also through views of more axes, as einsum's
+            return bool(strides != plain)
     transposed = False
     for view in views:
         name = str(view.args[1]) if name_of(view) == "getattr" else name_of(view)
@@ -209,21 +214,29 @@ def shown_part(views: tuple[Node, ...], factor: Node, by_columns: bool, transpos
     sizes = _shape(views[0].args[0] if views else factor)
     if len(sizes) != 2:
         return None
-    stored = torch.empty(sizes, device="meta")
-    shown: Any = stored
-    try:
-        for view in views:
-            if name_of(view) not in _IN_PLACE:
-                shown = operation(view)(shown, *view.args[1:], **view.kwargs)
-    except (TypeError, RuntimeError):  # an argument is a node
+    shown = _shown(views, sizes)
+    if shown is None:
         return None
+    stored = torch.empty(sizes, device="meta")
     whole, shown = stored.mT if transposed else stored, shown.mT if by_columns else shown
     repeated = all(size == 1 or stride == 0 for size, stride in zip(shown.shape[:-2], shown.stride(), strict=False))
     if not repeated or shown.stride()[-2:] != whole.stride():
         return None
-    row, column = divmod(shown.storage_offset(), max(whole.stride()))
+    row, column = divmod(int(shown.storage_offset()), max(whole.stride()))
     row, column = (column, row) if transposed else (row, column)
     return range(row, row + shown.shape[-2]), range(column, column + shown.shape[-1])
+
+
+def _shown(views: tuple[Node, ...], sizes: tuple[Any, ...]) -> torch.Tensor | None:
+    """Return what a chain of views shows of a tensor of ``sizes``, without data; None if an argument is a node."""
+    shown: Any = torch.empty(sizes, device="meta")
+    try:
+        for view in views:
+            if name_of(view) not in _IN_PLACE:
+                shown = operation(view)(shown, *view.args[1:], **view.kwargs)
+    except (TypeError, RuntimeError):
+        return None
+    return shown if isinstance(shown, torch.Tensor) and shown.dim() > 1 else None
 
 
 def _shape(node: Any) -> tuple[Any, ...]:

@@ -123,4 +123,5 @@ class BackwardEstimate(_Estimate):
 
         if y.requires_grad:
             y.register_hook(add)  # type: ignore[no-untyped-call]
+            return y.clone()  # as a factor of the next product, y itself would call the hook for that product's sake
         return y

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -227,7 +228,8 @@ def _scores(
     )
     if folder is None:
         return measured().scores
-    fingerprints, function = [policy.fingerprint for policy in policies], (name_of(loss), source_of(loss))
+    name = re.sub(" at 0x[0-9a-f]+", "", name_of(loss))  # addresses of objects differ between processes
+    fingerprints, function = [policy.fingerprint for policy in policies], (name, source_of(loss))
     digest = hashlib.sha256(repr((sorted(options.items()), fingerprints, function)).encode())
     for leaf in nested((model.state_dict(), batches), object):
         tensor = leaf.detach().cpu().contiguous() if isinstance(leaf, torch.Tensor) else None

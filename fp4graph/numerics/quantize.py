@@ -30,7 +30,8 @@ def fake_quantize(x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor |
 
     The computation is in fp32; float64 is rounded to fp32 first. A block that holds NaN or Inf becomes NaN (OCP's
     poisoned block), and a block of zeros stays zero. The block's maximum may be rounded up past the range of the dtype;
-    such a value becomes Inf, as in any cast. Gradients pass straight through: that of ``x`` is that of the result.
+    such a value becomes Inf, as in any cast. In reverse mode gradients pass straight through: that of ``x`` is that of
+    the result.
 
     Args:
         x: floating point, at least one axis, any strides.

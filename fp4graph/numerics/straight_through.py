@@ -11,6 +11,8 @@ from torch import Tensor
 class StraightThrough(torch.autograd.Function):
     """Returns ``y``, and passes its gradient to ``x``."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: Tensor, y: Tensor) -> Tensor:
         return y.clone()  # a view could not be changed in place

@@ -67,6 +67,8 @@ STORED = [
     (lambda x, w: F.linear(x, w.transpose(dim0=0, dim1=0).movedim((0, 1), (0, 1))), MATRIX, 1),
     (lambda x, w: x @ w.moveaxis(source=1, destination=0), MATRIX, 1),
     (lambda x, w: x @ w.permute(0, 1).mT, MATRIX, 1),
+    (lambda x, w: torch.einsum("td,hkd->thk", x, w.view(4, 16, 64)).flatten(1), MATRIX, 1),
+    (lambda x, w: torch.einsum("td,dhk->thk", x, w.view(64, 4, 16)).flatten(1), MATRIX, 0),
     (lambda x, w: grouped_mm(x, w.transpose(1, 2), offs=ENDS), MATRICES, 2),
     (lambda x, w: grouped_mm(x, w.permute(0, 2, 1), offs=ENDS), MATRICES, 2),
     (lambda x, w: grouped_mm(x, w.movedim(1, 2), offs=ENDS), MATRICES, 2),
