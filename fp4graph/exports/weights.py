@@ -157,7 +157,7 @@ def fp4_weights(runtime: Runtime, *, activations: bool = True) -> Iterator[Fp4We
 def _require_merged(root: nn.Module) -> None:
     """Raise an ExportError if the model has adapters."""
     names = dict(root.named_modules())
-    if of_adapters := [name for name in names if is_of_adapters(name, names)]:
+    if of_adapters := [x for x in names if x.rpartition(".")[2] == "base_layer" or is_of_adapters(x, names)]:
         raise ExportError(
             f"cannot export {of_adapters[0]}: the model has adapters, and servers do not know the names of adapted "
             "layers. Merge them first (merge_and_unload), and apply again"
