@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fp4graph.errors import Error, PolicyWarning
 from fp4graph.graph.plan import plan_once
 from fp4graph.model.runtime import Runtime
+from fp4graph.model.tree import adapter_modules
 from fp4graph.model.weight import Weight
 from fp4graph.model.weight_quantizer import fprop_state
 from fp4graph.numerics import noise
@@ -26,7 +27,6 @@ from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.gemm import GemmProgram
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import total
-from fp4graph.policy.adapters import is_of_adapters
 from fp4graph.technique import Part
 from fp4graph.technique.operands import Operand
 
@@ -156,10 +156,10 @@ def fp4_weights(runtime: Runtime, *, activations: bool = True) -> Iterator[Fp4We
 
 def _require_merged(root: nn.Module) -> None:
     """Raise an ExportError if the model has adapters."""
-    names = dict(root.named_modules())
-    if of_adapters := [x for x in names if x.rpartition(".")[2] == "base_layer" or is_of_adapters(x, names)]:
+    wrapped = [name for name, _ in root.named_modules() if name.rpartition(".")[2] == "base_layer"]
+    if names := adapter_modules(root) or wrapped:  # PEFT leaves a wrapper where all adapters were deleted
         raise ExportError(
-            f"cannot export {of_adapters[0]}: the model has adapters, and servers do not know the names of adapted "
+            f"cannot export {names[0]}: the model has adapters, and servers do not know the names of adapted "
             "layers. Merge them first (merge_and_unload), and apply again"
         )
 

@@ -1,4 +1,5 @@
-"""Remembers the modules that a model had when a policy was applied, to notice adapters that come and go."""
+"""Finds the adapters of a model, and remembers the modules that it had when a policy was applied, to notice adapters
+that come and go."""
 
 from __future__ import annotations
 
@@ -57,6 +58,12 @@ class Tree:
             )
         self._children = _children(self._root)  # compare again only after the next change
         return False
+
+
+def adapter_modules(root: nn.Module) -> list[str]:
+    """Return the names of a model's modules that belong to adapters, or that PEFT trains beside adapters."""
+    names = _named(root)
+    return [name for name in names if is_of_adapters(name, names)]
 
 
 def _children(root: nn.Module) -> _Children:
