@@ -153,13 +153,16 @@ def read_product(node: Node) -> Product | NoProduct | None:
     if node.kwargs.get("out") is not None:
         return NoProduct(name, "writes into out=")
     try:
-        inspect.signature(operation.read).bind(node, *node.args, **node.kwargs)
+        _signature(operation.read).bind(node, *node.args, **node.kwargs)
     except TypeError:
         return NoProduct(name, "it is called with an out_dtype, or in an order of arguments that torch deprecates")
     product = operation.read(node, *node.args, **node.kwargs)
     reason = products.objection(product)
     quantized = any(map(products.is_quantized_elsewhere, (products.value_of(product.a), products.value_of(product.b))))
     return product if reason is None else NoProduct(name, reason, Verdict.LIKE_LINEAR if quantized else None)
+
+
+_signature = functools.cache(inspect.signature)  # a forward that runs uncompiled reads every product of it
 
 
 def tag_of(node: Node) -> str | None:

@@ -181,11 +181,12 @@ _TRANSPOSITIONS = frozenset({
 def transposes(views: tuple[Node, ...]) -> bool:
     """Return whether a chain of views shows a matrix ``[N, K]``, or each of a stack ``[E, N, K]``, transposed."""
     sizes = _shape(views[0].args[0]) if views else ()
-    if len(sizes) == 2 and (shown := _shown(views, sizes)) is not None:
-        strides, plain = shown.stride()[-2:], (sizes[1], 1)
-        if sizes[1] != 1 and strides in (plain, plain[::-1]):  # also through views of more axes, as einsum's
+    shown = _shown(views, sizes) if len(sizes) > 1 else None
+    if shown is not None and sizes[-1] != 1:
+        strides, plain = shown.stride()[-2:], (sizes[-1], 1)
+        if strides in (plain, plain[::-1]):
             return bool(strides != plain)
-    transposed = False
+    transposed = False  # strides do not tell: a view took an argument from the graph, or shows other places
     for view in views:
         name = str(view.args[1]) if name_of(view) == "getattr" else name_of(view)
         if name in _TRANSPOSITIONS:
