@@ -13,7 +13,7 @@ from fp4graph.ops.operand import OperandProgram
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.registry import Registry
 from tests.helpers.models import Mlp, module_of
-from tests.helpers.policies import one_rule
+from tests.helpers.policies import NVFP4, one_rule
 from tests.helpers.steps import descend
 from tests.helpers.techniques import Offers, technique
 from tests.helpers.training import applied, assert_equal, prepared
@@ -93,6 +93,24 @@ def test_compiled_stages_of_one_operand_read_values_rounded_to_bf16():
     for backend in ("eager", "inductor"):
         torch.manual_seed(0)
         outputs.append(applied(nn.Linear(64, 32, bias=False).bfloat16(), policy, backend=backend)(x))
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.compiler
+def test_compiled_wrappers_read_what_they_quantized_rounded_to_bf16():
+    """Q(W) times γ is no bf16 number, and a wrapper reads it in fp32."""
+    weight = frozenset({Operand.FPROP_WEIGHT})
+
+    def around(self, quantize, x, context):
+        return quantize(x).float() * 1.1
+
+    registry = Registry([("more", Offers(technique("more", weight, mixes="block", around=around)))])
+    more = one_rule("tensor_scaling", "more", quantize=NVFP4)
+    policy, outputs = fp4graph.load_policy(more, registry=registry), []
+    for backend in ("eager", "inductor"):
+        torch.manual_seed(0)
+        with operators.tensor_code():
+            outputs.append(applied(nn.Linear(64, 32, bias=False).bfloat16(), policy, backend=backend)(X.bfloat16()))
     assert torch.equal(*outputs)
 
 
