@@ -254,6 +254,21 @@ def test_scores_of_another_loss_are_not_used_again(tmp_path):
         search(model_of(), squared, batches(1), **options)
 
 
+class Loss:
+    def __call__(self, model, batch):
+        return loss(model, batch)
+
+
+@pytest.mark.slow
+def test_scores_of_a_loss_that_is_an_object_are_used_again(tmp_path):
+    """In another process the object has another address."""
+    losses = Loss(), Loss()
+    first, again = (
+        search(model_of(), each, batches(1), formats=("nvfp4", "bf16"), bits=6, folder=tmp_path) for each in losses
+    )
+    assert again.text == first.text
+
+
 @pytest.mark.long
 def test_the_command_writes_a_policy_that_check_accepts(tmp_path):
     here, file = "tests.lab.test_search", tmp_path / "mine.yaml"

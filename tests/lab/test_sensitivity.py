@@ -26,9 +26,9 @@ Q1, Q2, Q3, Q4, Q5, Q6 = Operand
 SPEC = fp4graph.load_policy(POLICY).default.specs[Q1]
 
 
-def mlp():
+def mlp(between=nn.GELU):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32), nn.GELU(), nn.Linear(32, 16))
+    model = nn.Sequential(nn.Linear(32, 48), between(), nn.Linear(48, 32), between(), nn.Linear(32, 16))
     return model, [(torch.randn(16, 32), torch.randn(16, 16)) for _ in range(3)]
 
 
@@ -147,8 +147,9 @@ def test_the_estimate_is_exact_for_a_quadratic_loss_with_residuals_of_one():
 
 
 @pytest.mark.slow
-def test_the_estimate_of_a_step_is_exact_in_the_limit_of_small_steps():
-    model, batches = mlp()
+@pytest.mark.parametrize("between", [nn.GELU, nn.Identity])
+def test_the_estimate_of_a_step_is_exact_in_the_limit_of_small_steps(between):
+    model, batches = mlp(between)
     model, batches = model.double(), [tuple(t.double() for t in batch) for batch in batches]
     result = fp4graph.sensitivity(model, loss, batches, POLICY, by=("site", "gemm"), decrease=1e-5)
     steps = [score for score in result.scores if score.measure == "step"]
