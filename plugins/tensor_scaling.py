@@ -64,7 +64,7 @@ class TensorScaling(Technique):
     gradient_target: Positive | None = Field(None, description="The target of dY in dgrad and wgrad, if different.")
     share: Literal["siblings"] | None = Field(None, description="Weights with one γ: siblings (q, k, v; gate, up).")
     groups: tuple[tuple[str, ...], ...] = Field((), description="With share: more families, such as [[wq, wk, wv]].")
-    hold_steps: int = Field(1, ge=1, lt=2**31, description="Training forwards for which γ is kept; 1 keeps none.")
+    hold_steps: int = Field(1, ge=1, lt=2**31, description="Training forwards that share one γ.")
     operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, that are normalized.")
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:

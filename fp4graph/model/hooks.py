@@ -134,7 +134,8 @@ class _Instead:
     @property
     def __code__(self) -> CodeType:
         """The code of the hidden function, whose parameters torch.export reads before it calls the model."""
-        return getattr(type(self.module), self.name).__code__  # type: ignore[no-any-return]
+        code: CodeType = getattr(type(self.module), self.name).__code__
+        return code
 
 
 class GuardedForward(_Instead):
