@@ -58,9 +58,11 @@ class Describer:
         if operation is None or operation.opened is None:
             return None
         if kind := operation.asks(node):
+            weight = kind != "sdpa" and self.multiplies_parameter(node, markers)
             if kind == "product":
-                kind = "linear" if self.multiplies_parameter(node, markers) else "matmul"
-            if not self._wants(self._names.view(self._names.module(node), kind, operation.sizes(node))):
+                kind = "linear" if weight else "matmul"
+            module = self._owner_of_factor(node, markers) if weight else self._names.module(node)
+            if not self._wants(self._names.view(module, kind, operation.sizes(node))):
                 return None
         return operation.opened(node)
 
@@ -143,6 +145,12 @@ class Describer:
         return ""
 
     def _product(self, product: Product, markers: Markers) -> FoundProduct:
+        if (
+            product.form == "matmul"
+            and self._is_matrix_parameter(product.a, markers)
+            and not self._is_matrix_parameter(product.b, markers)
+        ):
+            product = product.turned()
         node = product.node
         weight, views = origin(product.b)
         placeholder = markers.outside(weight)
@@ -156,22 +164,15 @@ class Describer:
             module = marked.marker.module
         has_weight = product.form == "linear" or is_parameter
         a, b = product.shapes
-        weight_first = (
-            product.form == "matmul"
-            and self._is_matrix_parameter(product.a, markers)
-            and not self._is_matrix_parameter(product.b, markers)
-        )
         form = "grouped" if product.form == "grouped" else "linear" if has_weight else "matmul"
         op = node.meta.get("fp4graph_op") or form
-        sizes = _static(a[-1]), _static(b[0 if product.form == "linear" else -1]), _static(math.prod(b))
+        sizes = _static(a[-1]), _static(product.outputs), _static(math.prod(b))
         parameter = None if owner is None else owner.parameter
         view = self._names.view(module, op, sizes, products.producer_of(product.a), parameter)
         if has_weight and view.role is None and node in self.routers:
             view = dataclasses.replace(view, role="router")
-        reason = "its first factor is the parameter; write it as F.linear to quantize it"
-        work = self.work(node, name_of(node), reason, Verdict.LIKE_LINEAR, markers) if weight_first else None
         newcomer, caller = self._names.newcomer(node), self._names.module(node)
-        return FoundProduct(product, view, marked, owner, views, has_weight, work, newcomer, caller)
+        return FoundProduct(product, view, marked, owner, views, has_weight, newcomer, caller)
 
     def multiplies_parameter(self, node: Node, markers: Markers) -> bool:
         """Return whether an input of ``node`` is a parameter of two or more axes, or a view of one."""

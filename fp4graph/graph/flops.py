@@ -24,12 +24,11 @@ def of_product(product: Product) -> int | None:
         a, b = map(_known, product.shapes)
     except TypeError:
         return None
-    if product.form == "linear":
-        return 2 * prod(a) * b[0]
+    columns = b[-1 if product.by_columns else -2]
     if product.form == "grouped":
-        return 2 * prod(a) * b[-1]
+        return 2 * prod(a) * columns
     batch: torch.Size = torch.broadcast_shapes(a[:-2], b[:-2])  # type: ignore[no-untyped-call]
-    return 2 * prod(batch) * prod(a[-2:]) * b[-1]
+    return 2 * prod(batch) * prod(a[-2:]) * columns
 
 
 def of_grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:

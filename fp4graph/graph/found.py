@@ -76,7 +76,6 @@ class FoundProduct:
         owner: owner of the parameter that is the second factor, or None.
         views: the chain of views from the parameter to the second factor, the first one applied first.
         has_weight: whether the second factor is a parameter.
-        weight_first: the product as work that cannot be quantized, if only the first factor is a parameter; else None.
         newcomer: name of the calling module, if it joined the model after the names were taken; else None.
         caller: name of the module that the product was called in, or None.
     """
@@ -87,7 +86,6 @@ class FoundProduct:
     owner: Owner | None
     views: tuple[Node, ...]
     has_weight: bool
-    weight_first: FoundWork | None
     newcomer: str | None
     caller: str | None
 

@@ -39,7 +39,8 @@ def site_function(program: MatmulProgram, form: str, alpha: float, beta: float) 
 
     The call is ``f(a, b, addend, key, step, salt, *state, site=...)``. Form ``linear`` takes ``a [..., K]`` and
     ``b [N, K]``; ``matmul`` takes ``a [..., M, K]`` and ``b [..., K, N]`` with ``torch.matmul``'s broadcasting;
-    ``grouped`` takes ``a [T, K]``, ``b [E, K, N]`` and, as ``ends=``, the cumulative numbers of tokens ``[E]``.
+    ``turned`` takes ``a [..., K, M]`` and ``b [..., N, K]``, and returns ``[..., N, M]``; ``grouped`` takes
+    ``a [T, K]``, ``b [E, K, N]`` and, as ``ends=``, the cumulative numbers of tokens ``[E]``.
     """
     return _site_function(program, form, alpha, beta, switches.current())
 
@@ -61,19 +62,24 @@ def _site_function(
     ) -> Tensor:
         if key is not None and salt:
             key = noise.derive(key, salt)
-        if form != "linear":
+        if form in ("matmul", "grouped"):
             slots = zip(program.state, state, strict=True)
             b, state = b.mT, tuple(entry.mT if slot.entry.weight_like else entry for slot, entry in slots)
         if form == "grouped":
             return quantized_matmul(program, a, b, None, key, step, state, site, ends=ends)
+        if form == "turned":
+            a = a.mT
+            addend = None if addend is None else torch.atleast_2d(addend).mT  # type: ignore[no-untyped-call]
         if b.dim() == 2:
             # All leading axes become one axis of tokens: blocks of the weight gradient's GEMM run along it.
             flat = a.flatten(0, -2) if a.dim() > 2 else a.unsqueeze(0) if a.dim() == 1 else a
             y = quantized_matmul(program, flat, b, addend, key, step, state, site, alpha=alpha, beta=beta)
-            return y.reshape(*a.shape[:-1], b.shape[0])
-        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
-        left, right = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
-        return quantized_matmul(program, left, right, addend, key, step, state, site, alpha=alpha, beta=beta)
+            y = y.reshape(*a.shape[:-1], b.shape[0])
+        else:
+            batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
+            left, right = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
+            y = quantized_matmul(program, left, right, addend, key, step, state, site, alpha=alpha, beta=beta)
+        return y.mT.contiguous() if form == "turned" else y
 
     # The text of a function in a technique's options has its address, which differs from process to process.
     description = _ADDRESS.sub("", repr((program, form, alpha, beta, kernels, _techniques_digest(program))))

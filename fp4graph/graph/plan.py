@@ -257,9 +257,6 @@ class Planner:
     def _product(self, found: FoundProduct) -> PlannedSite | None:
         decision = self._policy.decide(found.view, found.places)
         rule, index, view, node = decision.rule, decision.index, found.view, found.product.node
-        if found.weight_first is not None and index < 0 and not rule.quantizes:
-            self._work(found.weight_first)
-            return None
         if self._policy.quantizes and found.newcomer is not None:
             added = FoundWork(node, found.newcomer, dataclasses.replace(view, op=name_of(node)))
             self._keep(added, "its module was added after fp4graph.apply()")

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from fp4graph.numerics.sharding import is_sharded
 class Product:
     """One node that computes ``beta·addend + alpha·A @ B``.
 
-    ``form`` is ``linear`` (B stored ``[N, K]``), ``matmul`` (B ``[..., K, N]``) or ``grouped`` (A ``[T, K]`` with the
-    tokens sorted by expert, B ``[E, K, N]``, ``ends`` the cumulative numbers of tokens). ``addend`` is the bias or
-    accumulator, and ``out_dtype`` the dtype that a call asks for.
+    ``form`` is ``linear`` (B stored ``[N, K]``), ``matmul`` (B ``[..., K, N]``), ``turned`` (``B @ A + addend`` of a
+    node that multiplies a weight B ``[..., N, K]`` with A ``[..., K, T]``; see :meth:`turned`) or ``grouped`` (A
+    ``[T, K]`` with the tokens sorted by expert, B ``[E, K, N]``, ``ends`` the cumulative numbers of tokens). ``addend``
+    is the bias or accumulator, and ``out_dtype`` the dtype that a call asks for.
 
     A new form needs: a reader that returns it, :func:`objection` to say which factors it takes, its :attr:`shapes` and
     :attr:`by_columns`, the kind of site in ``Describer._product``, its FLOPs in
@@ -42,13 +43,22 @@ class Product:
     @property
     def by_columns(self) -> bool:
         """True if the second factor is stored ``[..., K, N]``, not ``[..., N, K]``."""
-        return self.form != "linear"
+        return self.form not in ("linear", "turned")
 
     @property
     def shapes(self) -> tuple[tuple[int | torch.SymInt, ...], tuple[int | torch.SymInt, ...]]:
-        """The shapes of the factors."""
+        """The shapes of the factors; of A, ``[..., M, K]`` in every form."""
         a, b = self.values
-        return tuple(a.shape), tuple(b.shape)
+        return tuple(a.mT.shape if self.form == "turned" else a.shape), tuple(b.shape)
+
+    @property
+    def outputs(self) -> int | torch.SymInt:
+        """N, the number of the second factor's output features."""
+        return self.shapes[1][-1 if self.by_columns else -2]
+
+    def turned(self) -> Product:
+        """Return ``A @ B``, whose first factor is the weight, as the transposed product ``Bᵀ @ Aᵀ``."""
+        return replace(self, form="turned", a=self.b, b=self.a)
 
     @property
     def values(self) -> tuple[torch.Tensor, torch.Tensor]:

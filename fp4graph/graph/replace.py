@@ -95,7 +95,7 @@ def replace(site: PlannedSite) -> set[Node]:
     """
     product = read_product(site.found.product.node)
     assert isinstance(product, Product)
-    call = call_of(site, product)
+    call = call_of(site, product.turned() if site.found.product.form == "turned" else product)
     graph = product.node.graph
     with graph.inserting_before(product.node):
         state = [_same_view(node, views) for node, views in call.state]

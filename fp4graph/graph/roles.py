@@ -115,6 +115,5 @@ def _narrows(node: Node) -> bool:
         return bool(node.meta[NARROWS])
     if not isinstance(product := read_product(node), Product):
         return False
-    a, b = product.values
-    outputs, inputs = b.shape[0 if product.form == "linear" else -1], a.shape[-1]
+    outputs, inputs = product.outputs, product.shapes[0][-1]
     return isinstance(outputs, int) and isinstance(inputs, int) and outputs < inputs

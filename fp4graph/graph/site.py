@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops.gemm import MatmulProgram
@@ -67,6 +68,18 @@ class Site:
     def schedule(self) -> Schedule | None:
         """The kernel of each operand on the device of the capture, with reasons; None where nothing is quantized."""
         return None if self.lowered is None else self.lowered()
+
+    @property
+    def sizes(self) -> tuple[int, int, int] | None:
+        """The numbers of rows of the first factor, of input and of output features; None if the site is no product of
+        two tensors with axes, or a size is unknown."""
+        numbers = all(shape and all(isinstance(size, int) for size in shape) for shape in self.shapes)
+        if len(self.shapes) != 2 or not numbers:
+            return None
+        (*rows, features), matrix = (tuple(map(int, shape)) for shape in self.shapes)
+        # A weight may be stored [N, K] or [K, N].
+        outputs = matrix[-1] if self.op == "matmul" else next((n for n in matrix[-2:] if n != features), features)
+        return prod(rows), features, outputs
 
     @property
     def standing(self) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -265,11 +264,9 @@ def _refused(target: Target, part: Part) -> str | None:
 
 def _size(target: Target, gemm: Gemm, site: Site | None) -> str:
     """Return which axis of a GEMM the target cannot multiply at its size; empty if all sizes fit or are open."""
-    if site is None or site.op not in ("linear", "grouped") or not all(map(_is_number, site.shapes)):
+    if site is None or site.op not in ("linear", "grouped") or site.sizes is None:
         return ""
-    tokens, features = prod(map(int, site.shapes[0][:-1])), int(site.shapes[0][-1])
-    outputs = next((int(size) for size in site.shapes[1][-2:] if size != features), features)
-    axes = {"tokens": tokens, "in_features": features, "out_features": outputs}
+    axes = dict(zip(("tokens", "in_features", "out_features"), site.sizes, strict=True))
     contracted = {Gemm.FPROP: "in_features", Gemm.DGRAD: "out_features", Gemm.WGRAD: "tokens"}[gemm]
     for name, size in axes.items():
         multiples = target.multiples
@@ -278,10 +275,6 @@ def _size(target: Target, gemm: Gemm, site: Site | None) -> str:
         if size % needed:
             return f"{name} {size} is not a multiple of {needed}"
     return ""
-
-
-def _is_number(shape: Iterable[int | str]) -> bool:
-    return all(isinstance(size, int) for size in shape)
 
 
 def summary(name: str, sites: Sequence[Site]) -> str:

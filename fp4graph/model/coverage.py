@@ -114,10 +114,10 @@ def each_served(served: Iterable[ServedSite], plan: PhasePlan) -> list[Site]:
 
 def _sizes(site: Site) -> tuple[int | None, int | None, int | None]:
     """Return K, N and the number of elements of the second factor of a product; three None if a size is unknown."""
-    if len(site.shapes) != 2 or not all(isinstance(size, int) for shape in site.shapes for size in shape):
+    if site.sizes is None:
         return None, None, None
-    a, b = site.shapes
-    return a[-1], b[0 if site.op == "linear" else -1], prod(b)  # type: ignore[return-value]
+    _, features, outputs = site.sizes
+    return features, outputs, prod(map(int, site.shapes[1]))
 
 
 def _decided_before(policy: Policy, index: int, sites: Sequence[Site]) -> list[Site]:
