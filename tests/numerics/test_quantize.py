@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import gfloat
 import numpy as np
@@ -207,6 +208,11 @@ def test_gradients_pass_straight_through(scale, rounding):
     assert torch.equal(derived, gradient)
     by_row = torch.func.vmap(torch.func.grad(lambda row: fake_quantize(row, QuantSpec()).sum()))
     assert torch.equal(by_row(x.detach()), torch.ones(4, 32))
+    forward = partial(torch.func.jvp, lambda x: fake_quantize(x, QuantSpec()))
+    for transform in (forward, torch.compile(forward, backend="eager")):
+        assert torch.equal(transform((x.detach(),), (gradient,))[1], gradient)
+    compiled = torch.compile(torch.func.grad(lambda x: fake_quantize(x, QuantSpec()).sum()), backend="eager")
+    assert torch.equal(compiled(x.detach()), torch.ones(4, 32))
     assert not fake_quantize(x.detach(), spec, 0, 1).requires_grad
     packed = pack(x, spec, 0, 1)
     assert not any(part.requires_grad for part in (packed.codes, packed.scales))
