@@ -130,15 +130,15 @@ class Parts:
     attributes are unchanged.
 
     While the compiled call is running, a part is usually inlined in a graph or starts one. ``current.uncaptured`` runs
-    a part that does neither if its products would be in no graph: Dynamo is disabled, or the part owns quantized
-    weights and its call does not fit into one graph.
+    a part that does neither if its products would be in no graph, or in one that does not show whose they are: Dynamo
+    is disabled, or the part has products of its own and its call does not fit into one graph.
     """
 
     def __init__(
         self, modules: Mapping[nn.Module, bool], owners: Collection[nn.Module], current: CurrentForward
     ) -> None:
         """``modules`` maps every module below the root to whether it or a module in it has quantized sites; ``owners``
-        hold quantized weights themselves."""
+        have products of their own, with weights or of activations."""
         self._current = current
         kinds = {False: self._call(holds=False), True: self._call(holds=True), None: self._call_in_one_graph()}
         kind_of = {module: None if module in owners else holds for module, holds in modules.items()}

@@ -272,7 +272,9 @@ def _replaced(runtime: Runtime, phase: int) -> Runtime:
 
 def _parts(runtime: Runtime) -> tuple[dict[nn.Module, bool], set[nn.Module]]:
     """Return the modules below the root, mapped to whether the module or one below it has a mark hook, and the modules
-    that own weights: planned weights, or matrices that only a graph shows to be weights."""
+    with products of their own: owners of planned weights, owners of matrices that only a graph shows to be weights, and
+    innermost modules whose products of activations a rule may quantize. Behind a graph break inside of such a module a
+    graph would not show whose product it is."""
     root, plan = runtime.root, runtime.plan
     holding = {name for _, _, hook in hooks.mark_hooks(root) for name in upwards(hook.name)}
     named = [(n, m) for n, m in root.named_modules(remove_duplicate=False) if n]
@@ -285,7 +287,13 @@ def _parts(runtime: Runtime) -> tuple[dict[nn.Module, bool], set[nn.Module]]:
         parts = any(part in holds for part in module.children())
         return matrices and not parts and runtime.policy.may_quantize(plan.names.view(name, "linear"))
 
+    def may_attend(name: str) -> bool:
+        return any(plan.policy.may_quantize(plan.names.view(name, op)) for op in ("matmul", "sdpa"))
+
+    attending = {name for name in plan.hosts() if may_attend(name)}
+    outer = {parent for name in attending for parent in upwards(name) if parent != name}
     owners = {weight.module for weight in plan.weights} | {m for n, m in named if may_own(n, m)}
+    owners |= {m for n, m in named if n in attending - outer}
     return {module: module in holds for _, module in named}, owners
 
 

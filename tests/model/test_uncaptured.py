@@ -70,6 +70,35 @@ def test_a_matrix_of_no_layer_is_quantized_behind_a_graph_break():
 
 
 @uncompiled
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_products_of_activations_behind_a_graph_break_belong_to_their_module(rounding):
+    """Only one of two equal modules is named by the rule, and both share their code."""
+
+    def forward(self, x):
+        q, k = self.qk(x).chunk(2, -1)
+        torch._dynamo.graph_break()
+        return x + q @ k.mT @ x
+
+    def attention():
+        return module_of(forward, qk=torch.nn.Linear(WIDTH, 2 * WIDTH))
+
+    policy = one_rule(match={"op": "matmul", "module": "1.attn"}, quantize=NVFP4 | {"rounding": rounding})
+    layers = [module_of(lambda self, x: self.attn(x), attn=attention()) for _ in range(2)]
+    for layer in layers:
+        layer.attn.__class__ = type(layers[0].attn)
+    x, outputs = torch.randn(2, 8, WIDTH), []
+    for stance in ("default", "force_eager"):
+        model = applied(torch.nn.Sequential(*layers), policy, seed=1)
+        with torch.compiler.set_stance(stance):
+            outputs.append(model(x).detach())
+        sites = [(site.module, site.quantized) for site in runtime_of(model).sites if site.op == "matmul"]
+        assert [module for module, quantized in sites if quantized] == ["1.attn", "1.attn"]
+        fp4graph.remove(model)
+    assert torch.equal(*outputs)
+    assert not torch.allclose(outputs[0], model(x), atol=1e-3)
+
+
+@uncompiled
 def test_modules_around_a_loop_stay_compiled():
     graphs, model = [], applied(loops(), "tetrajet")
     capture = runtime_of(model).capture
