@@ -38,8 +38,7 @@ class TensorScaling(Technique):
     kept only for products with a weight. Each backward must follow its forward, because it refreshes γ of dY.
 
     With ``share: siblings`` g of fprop.weight is the largest g of the weights that servers fuse under one tensor scale:
-    q, k and v; gate and up. Families of ``groups`` come first. Training then multiplies by the weights that are served.
-    Siblings read the same X, whose γ is equal already. Experts share γ expert by expert.
+    q, k and v; gate and up. Families of ``groups`` come first. Siblings read the same X. Experts share γ one by one.
 
     Source: "Elucidating the design space of FP4 training", Eq. 2 and sec. 3.1, also for headroom 0.5 (after Chmiel et
     al. 2025, "FP4 All the Way"); NVIDIA 2025, "Pretraining LLMs with NVFP4"; Graphcore's UE5M3 code (held γ).
@@ -76,10 +75,11 @@ class TensorScaling(Technique):
         for option, group in acts.items():
             if getattr(self, option) and not self.operands_listed & {*ADDRESSES[group]}:
                 raise ValueError(f"{option} is for {group}, which operands does not list; list it, or drop {option}")
-        rows, held = self.granularity not in ("tensor", "all"), self.hold_steps > 1
+        rows, held = self.granularity not in ("tensor", "all"), self.operands_listed if self.hold_steps > 1 else ()
         if (held and (rows or self.input_granularity)) or (self.share and rows):
             also = ", no input_granularity" if held else ""
             raise ValueError(f"with {'hold_steps' if held else 'share'} use granularity: tensor{also}")
+        checks.refuse_wrappers(techniques, "around", held, "quantizes twice, and hold_steps keeps one γ")
         if self.groups and not self.share:
             raise ValueError("groups adds families of siblings; give share: siblings too")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated
 
 from pydantic import AfterValidator
@@ -33,10 +33,12 @@ def refuse_transforms(techniques: Mapping[str, Technique], consequence: str) -> 
             )
 
 
-def refuse_splits(techniques: Mapping[str, Technique], operand: Operand, consequence: str) -> None:
-    """Refuse techniques that split ``operand`` into terms; in the error ``consequence`` follows a technique's name."""
+def refuse_wrappers(
+    techniques: Mapping[str, Technique], stage: str, operands: Collection[Operand], consequence: str
+) -> None:
+    """Refuse techniques that act at ``stage`` on one of ``operands``; in the error ``consequence`` follows the name."""
     for name, technique in techniques.items():
-        if acts_at(technique, "split") and operand in operands_at(technique):
+        if acts_at(technique, stage) and not operands_at(technique).isdisjoint(operands):
             raise ValueError(f"{name} {consequence}; drop one of the two")
 
 

@@ -38,6 +38,8 @@ REFUSED = [
     (policy({"tensor_scaling": {"headroom": 0.5}}, scale=CEIL), "range to spare"),
     (policy({"tensor_scaling": {"hold_steps": 5}}, match={"op": ["linear", "matmul"]}), "this product has no weight"),
     (policy({"tensor_scaling": {"hold_steps": 5}}, match={"block": True}), "this product has no weight"),
+    (policy("mean_split", {"tensor_scaling": {"hold_steps": 5}}), "mean_split quantizes twice, and hold_steps"),
+    (policy({"tensor_scaling": {"hold_steps": 5}}, "outlier_fallback"), "outlier_fallback quantizes twice"),
     (policy({"hadamard": {"scope": ["fprop"], "kind": "random_backward", "block": 16}}), "scope has neither"),
     (
         policy({"stochastic_rounding": {"operands": ["forward"], "range_guard": 1.0625}}, "smooth_max"),
