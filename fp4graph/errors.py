@@ -35,7 +35,7 @@ class PolicyError(Error):
 class SpecError(Error, TypeError, ValueError):
     """A field of a quantizer's spec has the wrong type or an impossible value; the message names the field.
 
-    The error is also a TypeError and a ValueError, which wrong arguments raise elsewhere.
+    Code that catches the TypeError or ValueError of a wrong argument catches this error too.
     """
 
 
@@ -101,17 +101,20 @@ def suggest(name: str, candidates: Iterable[str]) -> str:
 
 @cache
 def install(extra: str) -> str:
-    """Return the command that installs an extra from the source that fp4graph was installed from: an index, a folder or
-    a file (PEP 610)."""
+    """Return the command that installs an extra from the source that fp4graph was installed from: an index, a folder, a
+    file or a repository (PEP 610)."""
     import json
     from importlib import metadata  # takes longer to import than the rest of ``import fp4graph``
+    from urllib.parse import unquote
 
     origin = json.loads(metadata.distribution("fp4graph").read_text("direct_url.json") or "{}")
     url = str(origin.get("url", ""))
-    if "dir_info" not in origin:
-        return f"pip install 'fp4graph[{extra}]{' @ ' + url if url else ''}'"
-    editable = "-e " if origin["dir_info"].get("editable") else ""
-    return f"pip install {editable}'{url.removeprefix('file://')}[{extra}]'"
+    if "dir_info" in origin:
+        editable = "-e " if origin["dir_info"].get("editable") else ""
+        return f"pip install {editable}'{unquote(url.removeprefix('file://'))}[{extra}]'"
+    if repository := origin.get("vcs_info"):
+        url = f"{repository['vcs']}+{url}@{repository['commit_id']}"
+    return f"pip install 'fp4graph[{extra}]{' @ ' + url if url else ''}'"
 
 
 def needs(package: str, why: str, extra: str = "tasks") -> None:

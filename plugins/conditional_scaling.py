@@ -31,10 +31,10 @@ class ConditionalScaling(Technique):
     h(X) = γ/q(s̃_p) · Q(q(s̃_p)/γ · X) with γ = g·T/Qmax.
 
     Both cases are h(X) = γ·f(X/γ) with an encode quantizer f and a group scale γ. In case 1 γ = C, and f computes its
-    block scales from the amax of X/γ; in case 2 f receives the statistic Qmax/s̃_p. In case 2 every element
-    becomes zero: with r = g/m_p in [1, g/g̃] the largest ratio of a block is
-    Qmax/T·(t/r + (T − t)·(1 − 1/r)/(g/g̃ − 1)) < 2·Qmax·t/T. For E4M3 this is 5e-5, and a ratio below a quarter rounds
-    to zero. An operand of zeros stays zero.
+    block scales from the amax of X/γ; in case 2 f receives the statistic Qmax/s̃_p. In case 2 every element becomes
+    zero. For a block with r = g/m_p, in [1, g/g̃], the largest abs(x/γ)·s̃_p is
+    Qmax/T·(t/r + (T − t)·(1 − 1/r)/(g/g̃ − 1)) < 2·Qmax·t/T. For E2M1 and E4M3 this is 5e-5, and E2M1 rounds numbers
+    below a quarter to zero. An operand of zeros stays zero.
 
     Source: "Elucidating the design space of FP4 training", A.13, among the attempts that did not work: training on
     CIFAR-10 came nowhere near convergence.

@@ -25,13 +25,13 @@ class Dampen(Technique):
     λ_t = λ/2·(1 − cos(π·p)), p = (t − s·T)/(T − s·T) clipped to [0, 1], at the weight's t-th step, counted from 1.
     The term is added once per step however many gradients are accumulated, and enters the moments of the optimizer like
     the gradient of the loss. It is added inside ``optimizer.step()``: after the gradient is unscaled, so that loss
-    scaling does not affect it, and after clipping, so that it is neither clipped nor counted in the norm.
+    scaling does not affect it, and after clipping, so that clipping neither counts nor changes it.
 
     Source: Nagel et al. 2022, "Overcoming Oscillations in Quantization-Aware Training", sec. 4.2, as Chen et al. 2025,
     "Oscillation-Reduced MXFP4 Training for Vision Transformers", write it. Nagel et al. clip W to the range of Q first,
     so that the term leaves weights outside the range alone. If scales clip no weight, as in TetraJet, clipping changes
     nothing. Their code lets λ rise from 0 to 0.1 after a quarter of the training (``start: 0.25``) and divides the term
-    by K, unlike sec. 4.2; to do the same, give the layers of each K a rule with ``strength`` divided by K.
+    by K, unlike sec. 4.2; to do the same, write a rule for the layers of each K, with ``strength`` divided by that K.
 
     Stage: optimizer, before the step.
 

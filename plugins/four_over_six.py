@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FourOverSix(Technique):
-    """Each block's maximum is scaled to the value 6 or to the value 4, whichever makes the smaller error.
+    """Scales each block's maximum to the value 6 or to the value 4, whichever makes the smaller error.
 
     E2M1 has no value between 4 and 6. If the maximum M is scaled to 6, an element of 5/6·M errs by M/6; if it is scaled
     to 4, no element errs by more than M/8, but small elements round more coarsely. The two scales are S_6 = q(Z/6) and

@@ -95,7 +95,7 @@ class ScaleFromState(BlockScale):
     def scale(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
         """Return E4M3(a/6γ), at least the smallest positive E4M3 value, also for ``a`` <= 0."""
         assert context.spec is not None
-        return statistics.block_scale(context.state["amax"][..., :1].clamp(min=0), context.spec)  # state: a/γ
+        return statistics.block_scale(context.state["amax"][..., :1].clamp(min=0), context.spec)  # state: divided by γ
 
 
 class LearnMaximum(OptimizerHook):

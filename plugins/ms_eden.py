@@ -20,7 +20,7 @@ from fp4graph.technique import BackwardOperands, BlockScale, OperandSpecs, Part,
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SQUARE_BOUND = 128.0  # bound of (x/S)²: abs(x/S) < 6/0.93·3/2 = 9.7; the 3/2 is for a subnormal S, rounded down to 1
+_SQUARE_BOUND = 128.0  # bound of (x/S)²: abs(x/S) < 6/0.93·3/2 = 9.7; a subnormal S rounds down by at most 3/2
 _FILL_DIVISOR = 4  # a group is rounded stochastically if an expert's tokens fill less than 1/4 of it (32 of 128)
 
 
@@ -39,7 +39,7 @@ class MSEden(Technique):
     For errors orthogonal to u the paper needs a uniformly random rotation. Random signs and a Hadamard matrix come near
     it if most of a group is filled. In wgrad, zeros pad an expert's tokens to whole groups. A group that tokens fill
     to less than a quarter would be biased by up to 7 % (docs/experts.md). It is rounded stochastically, without bias:
-    S = q(Z/6) is rounded up, so that nothing is clipped, and S' = S. If 128 does not divide the tokens or outputs of
+    S is Z/6 rounded up, so that nothing is clipped, and S' = S. If 128 does not divide the tokens or outputs of
     an ordinary layer, the last group keeps its bias.
 
     Source: Panferov et al. 2026, "Quartet II: Accurate LLM Pre-Training in NVFP4 by Improved Unbiased Gradient

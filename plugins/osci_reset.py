@@ -15,7 +15,7 @@ from fp4graph.training import oscillation
 
 
 class OsciReset(Technique):
-    """Sets weights that move much less than their quantized values to these values, once in every period.
+    """Sets weights to their quantized values, once in every period, if these values move much more than the weights.
 
     The first period begins after step ``start``, and each lasts ``every`` steps. With ``absolute_steps``, as in the
     authors' code, periods begin after the steps >= ``start`` that are multiples of ``every``. W and Q(W) are stored,

@@ -15,7 +15,7 @@ from fp4graph.technique import Operands, Part, SiteView, Wrapper
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LARGEST_DENOMINATOR = 10**9  # of 1 - α as a fraction; times the number of elements, its terms must fit 64 bits
+_LARGEST_DENOMINATOR = 10**9  # of the fraction 1 - α, so that numerator · n fits 64 bits
 
 
 class OutlierClamp(Technique):
@@ -25,11 +25,10 @@ class OutlierClamp(Technique):
     of the GEMM, quantized. x_low and x_high are the (1 − α)- and the α-quantile of all n elements of the operand, where
     α is ``quantile``: the elements at places c and n − 1 − c, c = ⌊(1 − α)·n⌋, of the ascending order, counted from 0.
     Every expert of a grouped product has its own quantiles. Thus c elements at either end are clamped, or fewer if they
-    tie with the threshold. A threshold is an element of X, never interpolated. It therefore does not depend on how it
-    is computed, and −X has the thresholds of X, negated and swapped; a clamped element becomes equal to another
-    element. Scales then follow the bulk of X. ΔX is nonzero for at most 2(1 − α)·n elements and stays
-    in the GEMM's dtype; Q's argument plus ΔX is X to half a unit in the last place of ΔX. ``residual: false`` leaves ΔX
-    out.
+    tie with the threshold. A threshold is an element of X, never interpolated, so every algorithm finds the same one.
+    −X has the thresholds of X, negated and swapped. A clamped element becomes equal to its threshold. Scales then
+    follow the bulk of X. ΔX is nonzero for at most 2(1 − α)·n elements and stays in the GEMM's dtype, to which it is
+    rounded once. ``residual: false`` leaves ΔX out.
 
     NaN and Inf are not clamped, so that their block is NaN also with ``residual: false``; NaN counts as the largest
     value. Gradients pass straight through, also those of clamped elements. If X is transformed first, as by hadamard,
@@ -44,7 +43,7 @@ class OutlierClamp(Technique):
 
     Cost: a selection over the whole tensor, twice, before the first block can be quantized, and with the residual a
     second, sparse GEMM. The complexity weight is ours, by Table 2 of the design-space paper: 2.0 with the residual
-    (unfusable, O(n) memory: 2 to 3); 0.5 without it (unfusable, O(1) memory), for a radix selection of two elements.
+    (unfusable, O(n) memory: 2 to 3); 0.5 without it (unfusable, O(1) memory, if a radix selection finds thresholds).
 
     Use it on activations with outliers in a few channels.
     """
@@ -77,7 +76,7 @@ class SplitOutliers(Wrapper):
     options: OutlierClamp
 
     def split(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-        """Return clamped X, and ΔX, in the dtype of ``x``: comparisons are exact in any dtype; ΔX is rounded once."""
+        """Return clamped X and ΔX, rounded to the dtype of ``x``; without ``residual`` None in place of ΔX."""
         low, high = self.thresholds(x, context)
         part = torch.where(x.abs() < math.inf, x.clamp(low, high), x)
         return part, torch.where(part == x, 0.0, x - part) if self.options.residual else None

@@ -46,9 +46,9 @@ class OutlierFallback(Technique):
     Use it on forward operands with outliers, and where small values matter, such as rollouts. Both choices compare the
     blocks of a whole operand, so the other tokens influence which blocks of a token fall back. A token may therefore
     have another probability in a rollout than in the training forward. With ``granularity: row`` only the blocks of one
-    line along the contraction axis compete, in fprop those of one token or of one output: φ, rounded up to whole
-    blocks, is a share of each line's blocks, and τ of its largest magnitude. A token is then quantized independently of
-    others.
+    line along the contraction axis compete, in fprop those of one token or of one output. φ is then the share of a
+    line's blocks that are chosen, rounded up to whole blocks, and τ is a share of the line's largest magnitude. A token
+    is then quantized independently of others.
     """
 
     name: ClassVar[str] = "outlier_fallback"
@@ -106,7 +106,7 @@ class SecondPass(Wrapper):
         return blocking.join(torch.where(chosen, once + blocking.split(second), once)).to(x.dtype)
 
     def _largest(self, score: Tensor, context: Context) -> Tensor:
-        """Return the ⌈φ·n/l⌉ blocks with the largest scores, separately for each expert or line."""
+        """Return whether each block has one of the ⌈φ·n/l⌉ largest scores of the operand, its expert or its line."""
         # The share is a ratio of integers, so that 0.1 of 30 blocks is 3 and the number of blocks may be symbolic.
         share = Fraction(str(_DEFAULT_FRACTION if self.options.fraction is None else self.options.fraction))
         if self.options.granularity == "row":

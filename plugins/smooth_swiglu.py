@@ -32,7 +32,7 @@ class SmoothSwiglu(Technique):
     own tokens.
 
     Stage: pair transform of fprop, only at sites whose input is silu(x)·y (``producer: swiglu``). GPT-OSS's activation,
-    gate·σ(1.702·gate)·(up + 1) of clamped gate and up, is excluded: its channels cannot grow beyond the clamps, 7·8 in
+    gate·σ(1.702·gate)·(up + 1) of clamped gate and up, is excluded: by the clamps its channels stay below 7·8 = 56 in
     magnitude. If the technique acts nowhere in a model, the model's first forward warns. dgrad and wgrad are
     not scaled; with ``source: fprop`` they quantize fprop's dequantized operands after S is undone.
 

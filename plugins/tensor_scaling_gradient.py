@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 class TensorScalingGradient(Technique):
     """Differentiates the tensor scale too: h'(X) = f'(U) + dg/dX / κ · (f(U) - U·f'(U)), U = X/γ, γ = g/κ.
 
-    f' is the derivative of the block quantizer with the policy's other techniques; it treats γ of macro blocks as a
-    constant. ``kind`` chooses g and dg/dX, over the elements that share γ (Table 1): ``absmax`` g = max abs(x), dg/dx =
-    sign(x) at the first maximum; ``softmax`` g = log(Σ exp(β·abs(x)))/β, for all six operands, dg/dx =
-    softmax(β·abs(x))·sign(x); ``hybrid`` the maximum with the softmax's gradient; ``ste`` the maximum with dg/dx = 1;
-    ``ignore``, the default, treats γ as a constant and costs nothing. β is absolute unless ``relative`` divides it by
-    max abs(x) of the group.
+    κ is that of ``tensor_scaling``. f' is the derivative of the block quantizer with the policy's other techniques,
+    where γ of macro blocks is a constant. ``kind`` chooses g and dg/dX over the elements that share γ (Table 1):
+    ``absmax`` g = max abs(x), dg/dx = sign(x) at the first maximum; ``softmax`` g = log(Σ exp(β·abs(x)))/β, in dgrad
+    and wgrad too, dg/dx = softmax(β·abs(x))·sign(x); ``hybrid`` the maximum with the softmax's gradient; ``ste`` the
+    maximum with dg/dx = 1; ``ignore``, the default, treats γ as a constant and costs nothing. β is absolute unless
+    ``relative`` divides it by max abs(x) of the group.
 
     Source: "Elucidating the design space of FP4 training", Corollary 1 and Eq. 3, Table 1. Its search space tries
     ignore, absmax and STE.
@@ -38,9 +38,9 @@ class TensorScalingGradient(Technique):
     Cost: O(3n) work and memory, unfusable: it needs X, f(U) and the reduction over the tensor in the backward.
 
     ``absmax`` has a gradient only at the maximum of the group, where U = κ. If the block scale of κ is a value of the
-    scale format and the surrogate there is straight-through, f(U) = U and nothing changes. This holds for NVFP4 with
-    decode scales (S = 448·headroom, element 6), and loading such a policy warns. With encode scales the largest block's
-    scale 1/(448·headroom) is rounded, and the technique acts.
+    scale format and the surrogate there is straight-through, f(U) = U and nothing changes. Loading such a policy warns:
+    NVFP4 with decode scales, S = 448·headroom, and a headroom of 1 or 0.5. With encode scales the largest block's scale
+    1/(448·headroom) is rounded, and the technique acts.
 
     Use it to study the tensor scale's gradient. In the paper absmax tends to help image classification in some cases
     (A.2); otherwise no gradient adjustment was significantly better than straight-through (sec. 7.1).

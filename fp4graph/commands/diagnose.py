@@ -12,7 +12,7 @@ from fp4graph.commands.output import AsJson, show
 
 
 def diagnose(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of fp4graph train, or a folder of statistics.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of fp4graph train, or of statistics.")],
     baseline: Annotated[
         Path | None,
         typer.Option(metavar="RUN", help="Folder of a run with the same settings, under bf16 for instance."),

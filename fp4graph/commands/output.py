@@ -34,7 +34,7 @@ PolicyArgument = Annotated[
     ),
 ]
 
-_LONGEST = 10_000  # characters of a message
+_LONGEST = 10_000  # characters of a message that are printed
 #: Characters that move a terminal's cursor, start its commands or change the direction of text, and lone surrogates.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -60,12 +60,12 @@ def print_json(data: Any) -> None:
 
 
 def say(message: str) -> None:
-    """Print a line, or JSON, without control characters."""
+    """Print ``message``, with control characters as :func:`printable` writes them."""
     print(printable(message))
 
 
 def warn(message: str) -> None:
-    """Print a warning on stderr, without control characters."""
+    """Print a warning on stderr, with control characters as :func:`printable` writes them."""
     print(printable(f"warning: {message}"), file=sys.stderr)
 
 
@@ -88,7 +88,7 @@ def wide_console() -> Console:
 
 
 def installed_registry() -> Registry:
-    """Return the installed registry, and warn about its broken plugins."""
+    """Return the registry of the installed plugins, and warn about each plugin that cannot be loaded."""
     from fp4graph.technique.registry import default_registry
 
     registry = default_registry()
@@ -103,7 +103,7 @@ def printable(text: str) -> str:
 
 
 def abridged(text: str) -> str:
-    """Return ``text``; leave out the middle of a long text."""
+    """Return ``text``; leave out the middle if it has more than 10,000 characters."""
     left_out = len(text) - _LONGEST
     if left_out <= 0:
         return text

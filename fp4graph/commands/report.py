@@ -11,7 +11,7 @@ from fp4graph.commands.output import say
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of fp4graph train, or a folder of statistics.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of fp4graph train, or of statistics.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="The page to write. [RUN/report.html]")] = None,
 ) -> None:
     """Write a self-contained HTML page about a run: curves, sites, and statistics of quantization.

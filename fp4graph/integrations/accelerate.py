@@ -49,7 +49,8 @@ def apply_with_accelerate(
 
     Raises:
         Error: the accelerator has already prepared the model or the optimizer; also the errors of
-            :func:`fp4graph.apply` and :func:`fp4graph.prepare_optimizer`. A later ``load_state`` raises ``Mismatch``.
+            :func:`fp4graph.apply` and :func:`fp4graph.prepare_optimizer`. A later ``load_state`` raises
+            :class:`fp4graph.training.checkpoint.Mismatch` if the state was saved under another policy or seed.
     """
     if getattr(model, "_is_accelerate_prepared", False) or getattr(optimizer, "optimizer", None) is not None:
         raise Error("apply_with_accelerate() got a prepared model or optimizer; call it before accelerator.prepare()")

@@ -57,7 +57,7 @@ class FP4GraphConfig(QuantizationConfigMixin):  # type: ignore[misc,unused-ignor
         quant_method: str = _METHOD,
     ) -> None:
         self.quant_method: Any = quant_method
-        self.policy: dict[str, Any] | None = yaml.safe_load(load_policy(policy).to_yaml())  # None: it was removed
+        self.policy: dict[str, Any] | None = yaml.safe_load(load_policy(policy).to_yaml())  # None: after remove()
         self.backend, self.seed, self.total_forwards = backend, seed, total_forwards
 
     def to_dict(self) -> dict[str, Any] | None:  # type: ignore[override,unused-ignore]

@@ -1,4 +1,4 @@
-"""The operators that the engine calls for plain quantizers, statistics and noise. Hand-written kernels run them.
+"""The operators that the engine calls for quantizers, statistics and noise. Hand-written kernels run them.
 
 Compilers do not see inside an operator, so it does not fuse with its neighbours. That is intended: on a CPU the kernel
 of :mod:`fp4graph.kernels.cpu` takes a fraction of the time of Inductor's code, and is compiled once for all sites and
@@ -25,11 +25,11 @@ from fp4graph.numerics.blocking import Blocking, Groups, block_length, is_scalar
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.spec import QuantSpec
 
-_LONGEST = 1024  # the most lines of a 2-D block whose maximum one kernel finds
+_LONGEST = 1024  # a 2-D block of more lines needs a second maximum, over the lines
 
 
 def tensor_code() -> AbstractContextManager[None]:
-    """Trace and run quantizers as tensor code in this context, which a compiler for any device can read."""
+    """Return a context in which quantizers are traced and run as tensor code, which any device's compiler can read."""
     return switches.using(quantizers=False, products=0)
 
 
@@ -45,10 +45,10 @@ def largest_of_all(x: Tensor) -> Tensor:
 
 
 def by_run(part: Tensor, blocking: Blocking) -> Tensor:
-    """Return ``part``, broadcastable to a statistic, in the layout in which kernels take :class:`Blocks`.
+    """Return ``part`` as kernels take :class:`Blocks`; it may have any shape that broadcasts to a statistic.
 
-    The result has one element for each block of :func:`fp4graph.kernels.devices.by_runs`, or one for all. CPU kernels
-    take it with any strides, GPU kernels need it contiguous.
+    The result has one element for all blocks, or one for each block of :func:`fp4graph.kernels.devices.by_runs`. CPU
+    kernels take it with any strides; GPU kernels need it contiguous.
     """
     if is_scalar(part):
         return part.reshape(1)
@@ -74,8 +74,8 @@ def _batched(x: Tensor, axes: int) -> Tensor:
 
 
 def multiplies(left: Tensor, right: Tensor, addend: Tensor | None) -> bool:
-    """True if ``left [..., I, K]`` is on a GPU, where a kernel of this project multiplies it with ``right [..., J, K]``
-    and the accumulator by a scalar."""
+    """Return whether this project's GPU kernel computes the product of ``left [..., I, K]`` and ``right [..., J, K]``.
+    That kernel also multiplies the accumulator by a scalar, and adds ``addend``."""
     wanted = switches.current().products > 0 and target.kind(left.device) == "cuda"
     return wanted and machine.available_on_gpu() and gpu.multiplies(left, right, addend)
 
@@ -101,7 +101,7 @@ def quantize(
     """
     if x.dtype not in _dtypes(x.device):
         return quantize(x.to(torch.float32), spec, draw, given).to(x.dtype)
-    # The result for a 16-bit operand is first rounded to the operand's dtype, as elsewhere.
+    # Every code rounds the result for a 16-bit x to the dtype of x first, so only the result for fp32 is cast here.
     casts = x.dtype is torch.float32 and dtype is not x.dtype and dtype in _dtypes(x.device)
     direction = Direction(spec, draw, given or NOTHING_GIVEN)
     result: Tensor = torch.ops.fp4graph.quantize(x, *direction.flat(given=True), *((dtype,) if casts else ()))
@@ -118,7 +118,7 @@ def maxima(x: Tensor, block: int, lines: int = 1) -> Tensor:
 def amax(x: Tensor, blocking: Blocking, values: Callable[[], Tensor] | None = None) -> Tensor:
     """Return the largest magnitude of every block of ``x``, fp32, in the shape of a statistic; NaN if a value is NaN.
 
-    On a GPU tensor code computes it, which Inductor fuses with the producer of ``x``.
+    On a GPU, tensor code computes it, and Inductor fuses this code with the producer of ``x``.
 
     Args:
         values: returns ``x`` in the blocked layout, if another computation needs ``x`` in that layout too.
@@ -145,7 +145,7 @@ def group_amax(z: Tensor, groups: Groups) -> Tensor:
 
 
 def mantissa(z: Tensor, divisor: float, bits: int) -> Tensor:
-    """Return :func:`fp4graph.numerics.scaling.mantissa`."""
+    """Return :func:`fp4graph.numerics.scaling.mantissa` of the same arguments."""
     if not Machine.of(z.device).has_cpu_kernels:
         return scaling.mantissa(z, divisor, bits)
     y: Tensor = torch.ops.fp4graph.mantissa(z, divisor, bits)
@@ -176,7 +176,8 @@ def quantize_both(
 
     Args:
         rows, columns: if both draw, they have one key and step, and perhaps different salts.
-        sums: whether to return a third tensor: the sums of ``x`` over the rows of each tile, fp32 ``[tiles, K]``.
+        sums: whether to return a third tensor: the sums of ``x`` over the rows of each tile
+            (:mod:`fp4graph.kernels.tiles`), fp32 ``[tiles, K]``.
     """
     both = *rows.flat(given=True), *columns.flat(given=True)
     along_rows, along_columns, partial = torch.ops.fp4graph.quantize_both(*Source.of(x), *both, sums)
@@ -190,7 +191,7 @@ def quantize_and_pack_columns(
 
     Args:
         columns: a direction whose :attr:`Direction.packs` is true.
-        multiplier: becomes the multiplier of the packed operand.
+        multiplier: the packed operand's scalar for the GEMM's accumulator, or None.
     """
     both = *rows.flat(given=True), *columns.flat(given=True)
     values, codes, scales = torch.ops.fp4graph.quantize_and_pack_columns(*Source.of(x), *both)

@@ -1,4 +1,4 @@
-"""One weight that a policy quantizes, as the optimizer sees it."""
+"""One weight that a policy quantizes or may quantize: its plan, its state, and its values outside of graphs."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class PlannedWeight:
 
     @property
     def on_weight(self) -> tuple[tuple[Technique, ...], OperandProgram | None]:
-        """The techniques that act on the weight outside of products (at the optimizer's step, or by keeping state), and
-        the quantizer that they receive; None without such techniques."""
+        """The techniques that act at the optimizer's step or keep state for the weight, and fprop's quantizer of the
+        weight, which they receive. Without such techniques the quantizer is None."""
         program = self.plan.program
         keeping = {slot.technique for slot in program.state} if program is not None else set()
         stages = ("before_step", "after_step")
@@ -47,7 +47,7 @@ class PlannedWeight:
 
 
 def _slots(possible: Iterable[PlannedWeight], name: str) -> tuple[StateSlot, ...]:
-    """Return the state of weight ``name`` under any of the ``possible`` decisions."""
+    """Return every slot that a ``possible`` decision needs, once; raise CaptureError if two with one name differ."""
     slots: dict[tuple[str, str], tuple[StateSlot, Rule]] = {}
     for planned in possible:
         for slot in () if planned.plan.program is None else planned.plan.program.state:
@@ -77,15 +77,15 @@ def _canonically(init: Callable[[Tensor], Tensor], weight: Weight, stored: Tenso
 
 
 class Weight:
-    """A weight that the policy quantizes at every use.
+    """A weight that the policy quantizes, or may quantize.
 
     Attributes:
         module, fqn, parameter_name: the owner of the parameter, its fully qualified name, and the parameter's name.
-        possible: the decisions that the policy may take. Where rules distinguish producers there are several, until a
-            captured graph shows the product (:meth:`settle`).
+        possible: the decisions that the policy may take, several where rules distinguish producers. A captured graph
+            shows which decision holds (:meth:`settle`), and :attr:`choices` then has only that one.
         stored_transposed: whether the parameter is stored ``[K, N]`` (Hugging Face Conv1D) rather than ``[N, K]``.
         slots: the state that techniques keep for the weight, under any of the possible rules.
-        shared: returns the present value of an entry that siblings share.
+        shared: returns the present value of an entry that siblings share; None if they share none.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Weight:
         names = [t.name for t in planned.rule.techniques if _reads_quantized(t)]
         if not names or program is None or use.part == (range(n), range(k)):
             return
-        along = bool(program.fprop.transforms or program.apart)  # they read whole rows
+        along = bool(program.fprop.transforms or program.apart)  # both need whole rows
         part = None if use.part is None or (along and len(use.part[1]) < k) else use.part
         if part is None or not program.fprop.right.quantizes_alone(*part, (n, k)):
             raise CaptureError(

@@ -13,7 +13,7 @@ if torch.distributed.is_available():
 
 
 def is_sharded(x: object) -> TypeGuard[DTensor]:
-    """True if ``x`` is a DTensor."""
+    """Return whether ``x`` is a DTensor."""
     return torch.distributed.is_available() and isinstance(x, DTensor)
 
 
@@ -23,9 +23,9 @@ def whole(x: Tensor) -> Tensor:
 
 
 def like(x: Tensor, reference: Tensor) -> Tensor:
-    """Return ``x``, which is equal on every process, sharded as ``reference`` is.
+    """Return ``x``, which is equal on every process, sharded as ``reference`` is; ``x`` itself if that is not sharded.
 
-    Each process keeps its shard of ``x``; nothing is sent.
+    Each process keeps its shard of ``x``, without gradient; nothing is sent.
     """
     if not is_sharded(reference) or is_sharded(x):
         return x

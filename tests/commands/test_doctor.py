@@ -55,9 +55,14 @@ def test_missing_and_outdated_packages_are_reported_with_the_command_that_instal
         (None, "'fp4graph[hf]'"),
         ({"url": "file:///src/fp4graph", "dir_info": {"editable": True}}, "-e '/src/fp4graph[hf]'"),
         ({"url": "file:///src/fp4graph", "dir_info": {}}, "'/src/fp4graph[hf]'"),
+        ({"url": "file:///my%20src/fp4graph", "dir_info": {}}, "'/my src/fp4graph[hf]'"),
         ({"url": "file:///dist/fp4graph.whl", "archive_info": {}}, "'fp4graph[hf] @ file:///dist/fp4graph.whl'"),
+        (
+            {"url": "https://a.org/fp4graph.git", "vcs_info": {"vcs": "git", "commit_id": "b108"}},
+            "'fp4graph[hf] @ git+https://a.org/fp4graph.git@b108'",
+        ),
     ],
-    ids=["index", "editable", "folder", "wheel"],
+    ids=["index", "editable", "folder", "folder with a space", "wheel", "repository"],
 )
 def test_an_extra_is_installed_from_where_the_package_was(origin, command, monkeypatch):
     recorded = SimpleNamespace(read_text=lambda name: origin and json.dumps(origin))

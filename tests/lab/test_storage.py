@@ -146,6 +146,18 @@ def test_files_without_statistics_are_errors(tmp_path, text, message):
         read(tmp_path)
 
 
-def test_a_folder_that_cannot_be_made_is_an_error():
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
     with pytest.raises(fp4graph.Error, match="cannot write statistics"):
         Log(Path(__file__) / "statistics", {})
+    pytest.importorskip("tensorboard")
+    with pytest.raises(fp4graph.Error, match="cannot write statistics to a stream"):
+        Log(tmp_path, {}, Path(__file__) / "events")
+
+
+def test_a_stream_that_fails_is_an_error_and_the_rows_stay(tmp_path):
+    def fails(step, values):
+        raise OSError("no connection")
+
+    with pytest.raises(fp4graph.Error, match="cannot write statistics to a stream: no connection"):
+        Log(tmp_path, {"step": 0}, fails).append([row(50)])
+    assert read(tmp_path).steps == [50]

@@ -34,21 +34,23 @@ class Log:
     ``header`` has the fields of the line that marks the beginning of this training.
 
     Raises:
-        Error: a file cannot be written, or TensorBoard is not installed; earlier lines are kept.
+        Error: the file cannot be written, or a stream cannot be opened; earlier lines are kept.
     """
 
     def __init__(self, directory: str | PathLike[str], header: Mapping[str, Any], *streams: Any) -> None:
         self.path, self._open = Path(directory).absolute() / FILE, ExitStack()
-        self._sinks = [sink_of(each, self._open) for each in streams]
+        with self._writing("a stream"):
+            self._sinks = [sink_of(each, self._open) for each in streams]
         with self._writing():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             jsonlines.cut_torn_line(self.path)
             jsonlines.append(self.path, [_plain({"format": FORMAT, "version": VERSION, **header})])
 
     def append(self, measurements: Sequence[Measurement]) -> None:
-        """Write all measurements of a step or, on an error, none of them.
+        """Write all measurements of a step or, if the file cannot be written, none; then hand them to the streams.
 
-        Streams get every number as ``column/site/tensor``, so that TensorBoard groups numbers by column.
+        Streams get every number as ``column/site/tensor``, so that TensorBoard groups numbers by column. If a stream
+        fails, the measurements stay in the file, and an Error is raised.
         """
         with self._writing():
             jsonlines.append(self.path, map(_plain, measurements))
@@ -150,7 +152,10 @@ class Recorded:
         return [row for row in rows if row["step"] == rows[-1]["step"]]
 
     def series(self, column: str, *, tensor: str | None = None, site: str | None = None) -> dict[str, list[Any]]:
-        """Return lists "step", "site", "tensor" and "value" of the rows with ``column``, for one tensor or site."""
+        """Return lists "step", "site", "tensor" and "value" of the rows with ``column``.
+
+        ``tensor`` and ``site`` select the rows of one tensor or site; None selects all.
+        """
         rows = [r for r in self.having(column) if tensor in (None, r["tensor"]) and site in (None, r["site"])]
         keys = {"step": "step", "site": "site", "tensor": "tensor", "value": column}
         return {name: [row[key] for row in rows] for name, key in keys.items()}
@@ -168,7 +173,7 @@ class Recorded:
 
 
 def find(path: str | PathLike[str]) -> Path | None:
-    """Return ``path`` if it is a file, else the file of statistics in it or its ``statistics/``; or None."""
+    """Return ``path`` if it is a file, else ``statistics.jsonl`` in it or in its folder ``statistics``, else None."""
     path = Path(path)
     return next((file for file in (path, path / FILE, path / "statistics" / FILE) if file.is_file()), None)
 

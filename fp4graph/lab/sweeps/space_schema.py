@@ -105,7 +105,7 @@ def _each_rule(document: Node, over: Node) -> Node:
     rules, default, phases = map(document.child, ("rules", "default", "phases"))
     if rules is not None:
         changed["rules"] = _laid(rules, over)
-    if default is not None and isinstance(default.value, dict):  # a quantize block, with the keys of operands beside it
+    if default is not None and isinstance(default.value, dict):  # keys of quantize, and operands beside them
         flat = over.child("quantize") or Node({}, over.place)
         changed["default"] = _deep(_deep(default, flat), _selected(over, "operands"))
     if phases is not None:
