@@ -173,7 +173,8 @@ def _digest(data: bytes) -> str:
 def _machine() -> str:
     """Return the facts on which -march=native depends, because machines may share a cache directory."""
     try:
-        flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        flags = next(line for line in lines if line.startswith(("flags", "Features")))  # on x86, on ARM
     except (OSError, StopIteration):
         flags = platform.processor()
     return platform.machine() + flags

@@ -265,3 +265,9 @@ def test_two_processes_build_the_same_kernel_at_once(builders, tmp_path):
     assert [path.suffix for path in libraries] == [".so", ".so"]
     assert_same_bits(torch.tensor(answer(builders(1))), expected)
     assert len(list((tmp_path / "meeting").iterdir())) == built  # nothing was compiled again
+
+
+@pytest.mark.parametrize("line", ["flags : fpu avx2", "Features : fp asimd sve"])
+def test_the_name_of_a_library_depends_on_the_features_of_the_processor(line, monkeypatch):
+    monkeypatch.setattr(build.Path, "read_text", lambda _: f"processor : 0\n{line}\n")
+    assert build._machine.__wrapped__().endswith(line)
