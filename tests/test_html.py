@@ -1,4 +1,4 @@
-"""Results show as tables and text in notebooks."""
+"""Results as HTML: tables and text for notebooks, and whole pages."""
 
 from __future__ import annotations
 

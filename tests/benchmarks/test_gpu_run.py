@@ -11,7 +11,7 @@ import pytest
 from benchmarks.gpu.run import SPAWN, Case, prepared_together, side_by_side
 
 pytestmark = pytest.mark.process
-CPU = SimpleNamespace(type="cpu")  # no import of torch, which takes each process seconds
+CPU = SimpleNamespace(type="cpu")  # instead of torch.device("cpu"): each process would import torch for seconds
 
 
 def check(name):
@@ -36,7 +36,7 @@ def timing(name, log, ready):
 
 
 def prepare(log):
-    # A shell that starts the tests in the background has them ignore SIGINT, and processes inherit that.
+    # A background job of a shell ignores SIGINT, and so do its processes: restore the default handler.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     list(prepared_together([Case("steps", {}, partial(timing, "slow", log))], 2))
 
@@ -46,7 +46,7 @@ def note(log, text):
         file.write(f"{text}\n")
 
 
-def test_checks_run_side_by_side_and_their_failures_are_figures():
+def test_checks_run_side_by_side_and_the_figures_of_one_that_fails_say_why():
     cases = [Case("kernels", {"name": name}, partial(check, name)) for name in ("a", "fails", "b")]
     outcomes = {case.about["name"]: (figures, works) for case, figures, works in side_by_side(cases, CPU, 2)}
     assert {name: works for name, (_, works) in outcomes.items()} == {"a": True, "fails": True, "b": True}
@@ -61,7 +61,7 @@ def test_a_check_whose_process_is_killed_is_a_failure():
     assert figures["failed"].startswith("BrokenProcessPool")
 
 
-def test_timings_run_alone_when_all_are_prepared(tmp_path):
+def test_timings_are_measured_one_at_a_time_when_all_are_prepared(tmp_path):
     log = tmp_path / "log"
     cases = [Case("steps", {"name": name}, partial(timing, name, log)) for name in ("a", "fails", "killed", "b")]
     outcomes = {case.about["name"]: figures for case, figures, _ in prepared_together(cases, 4)}

@@ -34,7 +34,7 @@ def graphs(model):
 
 
 @pytest.mark.parametrize("make", [tiny.gpt2, pytest.param(tiny.qwen3, marks=pytest.mark.exhaustive)])
-def test_every_way_to_generate(make, products, policy_warnings):
+def test_generate_compiles_few_graphs_and_gives_the_tokens_of_the_uncompiled_model(make, products, policy_warnings):
     model, uncompiled = trained(make), trained(make)
     compiled = graphs(model)
 
@@ -43,12 +43,10 @@ def test_every_way_to_generate(make, products, policy_warnings):
         # a graph for prompts and one for tokens, and again when lengths change
         (4, [{}, {"do_sample": True}, {"length": 9}, {"length": 7, "do_sample": True, "top_k": 5}]),
         (2, [{"num_beams": 2}]),  # another batch size
-        (
-            3,
-            [{"length": 9, "padding": 3}, {"length": 8, "padding": 1, "do_sample": True}],
-        ),  # and padding
+        # masks of padding
+        (3, [{"length": 9, "padding": 3}, {"length": 8, "padding": 1, "do_sample": True}]),
         (2, [{"cache_implementation": "static"}]),  # another kind of cache
-        (0, [{"length": 6}, {"length": 10, "padding": 2}, {"num_beams": 2, "length": 8}]),  # all are known
+        (0, [{"length": 6}, {"length": 10, "padding": 2}, {"num_beams": 2, "length": 8}]),  # no new graph
     ):
         known = len(compiled)
         for options in calls:
@@ -62,7 +60,7 @@ def test_every_way_to_generate(make, products, policy_warnings):
         assert len(compiled) <= known + most, calls
     ran_uncompiled, *again = policy_warnings()
     assert "force_eager" in ran_uncompiled  # the stance of the uncompiled model
-    assert all("compiles again and again" in text and "size" in text for text in again)  # seven sizes were compiled
+    assert all("compiles again and again" in text and "size" in text for text in again)  # of lengths 5, 1 and 9
 
 
 def test_the_quantized_model_generates_other_tokens_than_the_plain_one(products):

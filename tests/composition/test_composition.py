@@ -1,4 +1,4 @@
-"""Techniques that the loader lets share a site compose: random policies from the whole catalogue, and every pair."""
+"""Techniques compose wherever the loader accepts them together: random policies of all techniques, and every pair."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_any_combination_trains(data: dict[str, Any]) -> None:
 @settings(quick, max_examples=5)
 @given(policies())
 def test_quantizers_are_bit_identical_compiled(data: dict[str, Any]) -> None:
-    """All six operands in one graph, without softmax statistics, whose exp and log differ in the last bit."""
+    """One graph quantizes all six operands. Softmax statistics are left out: their exp and log change when compiled."""
     policy = loaded(data)
     kinds = {t.name: getattr(t, "kind", None) for t in policy.rules[0].techniques}
     assume("softmax" not in (kinds.get("smooth_max"), kinds.get("tensor_scaling_gradient")))

@@ -102,7 +102,7 @@ def case_two_halves_have_the_gradients_of_the_whole(kind: str, policy: str) -> N
 
 
 def case_phases_begin_as_in_one_process() -> None:
-    """In each phase, gradients of two halves are those of the whole; weights do not change."""
+    """In each phase, the gradients of two halves are those of the whole. No optimizer changes the weights."""
     wrapper = DDP(applied(vit(), PHASED["rounded"]))
     alone = applied(vit(), PHASED["rounded"])
     for phase in (0, 0, 1, 1, 2, 2):
@@ -115,7 +115,7 @@ def case_phases_begin_as_in_one_process() -> None:
 
 
 def case_channels_are_measured_on_all_ranks() -> None:
-    """The norms of both ranks are the sums of those that each rank measures alone; weights do not change."""
+    """The norms on both ranks are the sums of those that each rank measures alone. ``lr=0.0`` keeps the weights."""
     model, alone = (applied(vit(), PHASED["parted"]) for _ in range(2))
     train(DDP(model), model, image_loss, steps=4, lr=0.0)
     train(alone, alone, image_loss, steps=4, lr=0.0)

@@ -18,7 +18,7 @@ from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from tests.lab.test_sampling import normal, with_technique
 
 PAIRS = [(element, scale) for element in ELEMENTS for scale in SCALES]
-#: Floats of fp32 from its smallest normal number to near its largest, and zeros.
+#: Numbers of fp32 whose magnitude is 0, or from the smallest normal number to 2^120.
 NUMBERS = st.one_of(
     st.just(0.0),
     st.floats(2.0**-126, 2.0**120, width=32).flatmap(lambda v: st.sampled_from([v, -v])),
@@ -47,7 +47,7 @@ def test_the_terms_sum_to_the_error_exactly(element, scale, data):
     assert parts.total.dtype is torch.float64
     assert parts.total.isfinite().all()
     assert torch.equal(parts.scale_bias + parts.grid_noise + parts.dead_zone, parts.total)
-    # As fractions too: the sum in floating point is not rounded.
+    # Fractions add without rounding, so the sum in floating point was not rounded either.
     terms = (parts.scale_bias, parts.dead_zone, parts.grid_noise, parts.total)
     for values in zip(*(part.flatten().tolist() for part in terms), strict=True):
         bias, dead, grid, total = map(Fraction, values)
@@ -143,13 +143,14 @@ def test_macro_blocks_of_one_block_leave_little_scale_bias_and_blocks_with_an_in
 @pytest.mark.parametrize(
     ("convention", "rounding"), [("decode", "floor"), ("decode", "ceil"), ("encode", "nearest_even")]
 )
-def test_the_papers_formula_by_hand(convention, rounding):
-    """MXFP4(x) = x + (s_rounded − s_true)·x/s_rounded + dead zone + grid noise, from the scales by hand."""
+def test_the_printed_definition_by_hand(convention, rounding):
+    """The scales and (s_rounded − s_true)·x/s_rounded, the scale bias, are written out; the rest of the error is split
+    by Q(x) = 0 into dead zone and grid noise."""
     x, spec = normal(8, 64), QuantSpec("e2m1", 32, ScaleSpec("e8m0", rounding, convention))
     blocks = x.double().numpy().reshape(-1, 32)
     amax = np.abs(blocks).max(1, keepdims=True)
     true = amax / 6
-    # To nearest, 6/amax rounds to 1/s for 4·s < amax <= 8·s: as floor.
+    # The encode scale 6/amax rounds to 1/s for 4·s < amax <= 8·s. Floor gives the same s unless amax = 8·s.
     rounded = 2.0 ** (np.ceil(np.log2(true)) if rounding == "ceil" else np.floor(np.log2(amax)) - 2)
     q = fake_quantize(x, spec).double().numpy().reshape(-1, 32)
     bias = (rounded - true) * blocks / rounded
@@ -168,7 +169,7 @@ def test_the_papers_formula_by_hand(convention, rounding):
     assert (ideal.scale_bias[parts.dead_zone != 0] == 0).all()
 
 
-def test_the_papers_formula_is_refused_where_there_is_more_than_one_scale():
+def test_the_printed_definition_is_refused_if_a_technique_quantizes_twice():
     x, spec = torch.randn(4, 64), QuantSpec("e2m1", 32)
     parts = decompose(x, with_technique("macro_block_scaling", spec), definition="printed")
     torch.testing.assert_close(parts.scale_bias + parts.dead_zone + parts.grid_noise, parts.total)

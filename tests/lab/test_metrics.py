@@ -42,19 +42,19 @@ def test_operand_statistics_of_five_elements():
 
 
 @given(st.floats(-9, 9, width=32))
-def test_confidence_by_the_table_of_the_paper(u):
+def test_confidence_by_the_definition_of_tetrajet_with_a_table_of_max_dist(u):
     thresholds = [s * t for t in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5) for s in (1, -1)]
-    largest = {0: 0.25, 0.5: 0.25, 1: 0.25, 1.5: 0.25, 2: 0.375, 3: 0.5, 4: 0.75, 6: 1.0}
+    max_dist = {0: 0.25, 0.5: 0.25, 1: 0.25, 1.5: 0.25, 2: 0.375, 3: 0.5, 4: 0.75, 6: 1.0}
     inside = min(abs(u), 6.0)
-    code = min(largest, key=lambda v: abs(v - inside))
+    code = min(max_dist, key=lambda v: abs(v - inside))
     distance = min(abs(inside - t) for t in thresholds)
     got = m.confidence(torch.tensor([u]), E2M1).item()
-    assert got == pytest.approx(distance / largest[code], abs=1e-6)
+    assert got == pytest.approx(distance / max_dist[code], abs=1e-6)
     assert 0 <= got <= 1
 
 
 @pytest.mark.parametrize("element", ELEMENTS.values(), ids=ELEMENTS)
-def test_confidence_of_every_format_is_a_share(element):
+def test_confidence_of_every_format_is_0_at_thresholds_and_at_most_1(element):
     u = torch.linspace(-1.2 * element.max, 1.2 * element.max, 4001)
     confidence = m.confidence(u, element)
     assert 0 <= confidence.min() <= confidence.max() <= 1
@@ -68,10 +68,10 @@ def test_confidence_of_every_format_is_a_share(element):
 @given(st.integers(0, 100))
 def test_oscillation_ratio_by_paths(seed):
     path = np.random.default_rng(seed).normal(size=(6, 4)).astype(np.float32)
-    path[:, 1] = path[0, 1]  # never moves
+    path[:, 1] = path[0, 1]  # weight 1 never moves
     quantized = np.round(path * 2) / 2
-    quantized[:, 2] = 1  # moves, without effect
-    quantized[2, 1] = 9  # does not move, and changes
+    quantized[:, 2] = 1  # weight 2 moves, its quantized value does not
+    quantized[2, 1] = 9  # the quantized value of weight 1 changes
     moved, moved_q = (np.abs(np.diff(way, axis=0)).sum(0) for way in (path, quantized))
     got = m.oscillation_ratio(torch.from_numpy(moved_q), torch.from_numpy(moved))
     assert got[:3].tolist() == pytest.approx([moved_q[0] / moved[0], math.inf, 0])
@@ -83,7 +83,7 @@ def test_a_flip_is_a_change_of_value_and_not_of_a_scale():
     pairs = torch.cartesian_prod(values, values)
     flips = m.flipped(pairs[:, 0], pairs[:, 1], E2M1)
     assert torch.equal(flips, pairs[:, 0] != pairs[:, 1])
-    rescaled = values[1:] * (8 / 9)  # an E4M3 scale, one step up
+    rescaled = values[1:] * (8 / 9)  # an E4M3 scale, one step down
     assert not m.flipped(rescaled, values[1:], E2M1).any()
     assert m.flipped(torch.tensor([7.0]), torch.tensor([6.0]), INT4).all()
     e2m3 = torch.tensor(ELEMENTS["e2m3"].magnitudes()[1:])
@@ -122,7 +122,6 @@ def test_the_variance_of_a_product_by_sampling():
     left, right = (Moments(mean[i][None], variance[i][None]) for i in range(2))
     exact = [torch.randn(1, 3, 4, generator=generator) for _ in range(2)]
     sums = m.gradient_sums(left, right, *exact)
-    assert sums is not None
 
     draws = 200_000
     a, b = (low[i] + gap[i] * (torch.rand(draws, 3, 4, generator=generator) < p[i]) for i in range(2))

@@ -81,8 +81,8 @@ MORE_CASES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
 
 
 @pytest.mark.parametrize(("predicates", "change", "holds"), [*CASES, *MORE_CASES], ids=str)
-def test_predicates_hold(predicates: dict[str, Any], change: dict[str, Any], holds: bool, registry: Registry) -> None:
-    """For :data:`SITE` with a ``change``."""
+def test_predicates(predicates: dict[str, Any], change: dict[str, Any], holds: bool, registry: Registry) -> None:
+    """``holds`` says whether the predicates hold for :data:`SITE` with the fields of ``change``."""
     assert matches(match(registry, **predicates), replace(SITE, **change)) == holds
 
 
@@ -183,7 +183,9 @@ NAMES = ["", "patch_embed", "blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.1
 
 
 @pytest.mark.parametrize("module", ["head", "*.qkv", ["classifier", "head"], "classifier"], ids=str)
-def test_modules_of_the_model_and_optional_modules_are_accepted(module: Any, registry: Registry) -> None:
+def test_globs_for_modules_of_the_model_and_globs_of_optional_rules_are_accepted(
+    module: Any, registry: Registry
+) -> None:
     rule = {"match": {"module": module}, "quantize": {}, "required": module != "classifier"}
     check_modules(policy(registry, rule), NAMES)
 
