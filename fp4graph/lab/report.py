@@ -123,7 +123,7 @@ def _table(recorded: Recorded) -> tuple[str, str]:
     low, middle, high = (finite.min(), finite.median(), finite.max()) if finite.size else (0.0, 0.0, 0.0)
     width = max(middle - low, high - middle)
     numbers = {column: _short if "," in "".join(column) else "{:.2g}" for column in table.columns[1:]}
-    styled = table.style.format(numbers, na_rep="–").background_gradient(
+    styled = table.style.format(numbers, na_rep="–").format_index(escape="html").background_gradient(
         "RdBu", low=0.6, high=0.6, axis=None, subset=ratios, gmap=snr.clip(low, high).fillna(middle),
         vmin=middle - width, vmax=middle + width,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from fp4graph.errors import Error, needs
 from fp4graph.files import read_json, write
-from fp4graph.lab.pictures.style import LABELS, styled, subplots
+from fp4graph.lab.pictures.style import LABELS, plain, styled, subplots
 from fp4graph.model.html import html
 
 if TYPE_CHECKING:
@@ -127,11 +127,11 @@ class Sensitivity:
                 values[[sites.index(site) for site in score.sites], columns.index(score.operands)] = score.value
             limit = np.abs(values[np.isfinite(values)]).max(initial=0) or 1.0
             image = axes.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
-            axes.set_yticks(range(len(sites)), sites, fontsize=8)
+            axes.set_yticks(range(len(sites)), list(map(plain, sites)), fontsize=8)
             names = ["\n".join(LABELS[o] for o in operands) if len(operands) < 6 else "all six" for operands in columns]
             axes.set_xticks(range(len(columns)), names, fontsize=8, rotation=20)
             axes.grid(visible=False)
-            axes.set_title(f"{policy}, {measure}")
+            axes.set_title(plain(f"{policy}, {measure}"))
             picture.colorbar(image, label="estimated increase" if math.isnan(scores[0].increase) else "loss increase")
         return picture
 

@@ -70,6 +70,16 @@ def test_the_report_has_every_picture_site_and_setting_and_needs_no_other_file(p
     assert not outside
 
 
+def test_a_module_may_have_any_name(run, tmp_path):
+    """This one has a tag of HTML and mathematics of matplotlib, whose legends leave out names that begin with _."""
+    shutil.copytree(run / "statistics", tmp_path / "statistics")
+    file = tmp_path / "statistics" / "statistics.jsonl"
+    file.write_text(file.read_text("utf-8").replace('"0.up"', '"_up<b>$_^$"'), "utf-8")
+    assert ">_up&lt;b&gt;$_^$</th>" in write_report(tmp_path).read_text("utf-8")
+    (axes,) = plots.flips(read(tmp_path)).axes
+    assert r" _up<b>\$_^\$" in [text.get_text() for text in axes.get_legend().get_texts()]
+
+
 @pytest.mark.parametrize("part", PICTURES, ids=lambda part: part.__name__)
 def test_pictures_have_labelled_axes_and_legends_inside_the_picture(part, run):
     picture = part(read(run))

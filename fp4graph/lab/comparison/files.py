@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fp4graph.files import replacing, write
 from fp4graph.lab.comparison.result import Comparison
 from fp4graph.lab.pictures import panels
-from fp4graph.lab.pictures.style import PALETTE, styled, subplots, svg
+from fp4graph.lab.pictures.style import PALETTE, plain, styled, subplots, svg
 from fp4graph.lab.report import rendered
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def losses(result: Comparison) -> Figure | None:
         panels.band(below, curve, colors[name], name)
     if differences:
         below.axhline(0, color=colors[result.baseline], linestyle="--", linewidth=1)
-        below.set_ylabel(f"minus {result.baseline}")
+        below.set_ylabel(plain(f"minus {result.baseline}"))
     above.set_xlabel("")
     below.set_xlabel("step")
     seeds = len(result.seeds)

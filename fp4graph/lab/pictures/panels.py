@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fp4graph.graph.blocks import pattern_of
-from fp4graph.lab.pictures.style import COLORS, LABELS, PALETTE, TERMS, subplots
+from fp4graph.lab.pictures.style import COLORS, LABELS, PALETTE, TERMS, plain, subplots
 from fp4graph.lab.statistics.storage import Measurement, Recorded
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def error_panels(
                 axes.barh(place, width, left=left[place], color=color, height=0.65)
                 left[place] += width
             axes.barh(0, 0, color=color, label=name)
-        axes.set_yticks(range(len(bars)), list(bars), fontsize=ticks)
+        axes.set_yticks(range(len(bars)), list(map(plain, bars)), fontsize=ticks)
         axes.grid(axis="y", visible=False)
         axes.set_title(title)
     for axes in panels[-1]:
@@ -104,8 +104,8 @@ def loss_scale(axes: Axes, values: Sequence[float], quantity: str = "loss") -> N
 def band(axes: Axes, curve: Curve, color: str, label: str, *, shade: bool = True, dashed: bool = False) -> None:
     steps, values = list(curve), list(curve.values())
     marker, style = "o" if len(steps) <= 30 else None, "--" if dashed else "-"
-    axes.plot(steps, list(map(statistics.fmean, values)), color=color, label=label, marker=marker, markersize=3,
-              linestyle=style)  # fmt: skip
+    axes.plot(steps, list(map(statistics.fmean, values)), color=color, label=plain(label), marker=marker,
+              markersize=3, linestyle=style)  # fmt: skip
     if shade:
         axes.fill_between(steps, list(map(min, values)), list(map(max, values)), color=color, alpha=0.13, linewidth=0)
     axes.set_xlabel("optimizer step")
@@ -123,8 +123,8 @@ def draw(axes: Axes, curves: Curves, quantity: str, *, shade: bool = False, log:
             band(axes, curve, color, label, shade=shade)
         else:
             (of_step,) = curve.values()
-            axes.barh(label, statistics.fmean(of_step), color=color, height=0.6)
-            axes.plot([min(of_step), max(of_step)], [label] * 2, color="#333", linewidth=1.2 if shade else 0)
+            axes.barh(plain(label), statistics.fmean(of_step), color=color, height=0.6)
+            axes.plot([min(of_step), max(of_step)], [plain(label)] * 2, color="#333", linewidth=1.2 if shade else 0)
     if len(steps) == 1:
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from fp4graph.lab.pictures import panels as p
-from fp4graph.lab.pictures.style import COLORS, LABELS, PALETTE, TERMS, styled, subplots
+from fp4graph.lab.pictures.style import COLORS, LABELS, PALETTE, TERMS, plain, styled, subplots
 from fp4graph.lab.statistics.metrics import CONFIDENCE_BINS, LATENT_BINS, OSCILLATING, RATIO_EDGES
 from fp4graph.lab.statistics.storage import Measurement, Recorded
 
@@ -64,7 +64,7 @@ def other_metrics(metrics: Sequence[Measurement]) -> Figure | None:
     picture, panels = subplots(2.6, 1, len(shown), squeeze=False)
     for axes, name in zip(panels.flat, shown, strict=True):
         _line(axes, points_of[name], PALETTE[2])
-        axes.set_ylabel(name.replace("_", " "))
+        axes.set_ylabel(plain(name.replace("_", " ")))
     return picture
 
 
@@ -196,7 +196,7 @@ def trajectories(recorded: Recorded) -> Figure | None:
         steps = range(row["step"] - row["window"], row["step"] + 1)
         axes.step(steps, path["quantized"], where="post", color=PALETTE[1], label="Q(w)")
         axes.plot(steps, path["weight"], color=PALETTE[0], label="w")
-        axes.set_title(f"{row['site']}\nR_w = {path['ratio']:.3g}", fontsize=9)
+        axes.set_title(f"{plain(row['site'])}\nR_w = {path['ratio']:.3g}", fontsize=9)
         axes.set_xlabel("optimizer step", fontsize=9)
         axes.tick_params(labelsize=8)
         axes.locator_params(nbins=4)

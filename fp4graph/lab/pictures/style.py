@@ -47,6 +47,14 @@ def styled() -> Iterator[None]:
         yield
 
 
+def plain(name: str) -> str:
+    """Return the name of a module, policy or metric as a text of a picture.
+
+    matplotlib would read two dollar signs as mathematics, and leave a name that begins with _ out of a legend.
+    """
+    return f"{' ' * name.startswith('_')}{name}".replace("$", r"\$")
+
+
 def svg(picture: Figure, name: str) -> str:
     """Return the figure as an ``<svg>`` element; ``name`` makes its ids unique on a page."""
     import matplotlib as mpl
