@@ -136,7 +136,7 @@ class _Job:
         self._record, self._statistics = record, statistics
         # A notebook's stream claims to be a terminal but cannot redraw lines; rich's Jupyter mode shows lines apart.
         terminal = False if Console().is_jupyter else None
-        plain: dict[str, Any] = {"highlight": False, "markup": False, "force_jupyter": False}
+        plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False, "force_jupyter": False}
         self._console = Console(stderr=True, force_terminal=terminal, **plain)
         self.notes: list[str] = []
 

@@ -203,7 +203,7 @@ def _fill(
 
 def _printed(table: Table, *lines: str) -> str:
     text = io.StringIO()
-    console = Console(file=text, width=140, no_color=True, highlight=False)
+    console = Console(file=text, width=140, no_color=True, highlight=False, markup=False, emoji=False)
     console.print(table)
     for line in lines:
         console.print(line, soft_wrap=True)

@@ -54,6 +54,14 @@ def test_deit_tiny_has_48_sites_in_one_graph_and_keeps_its_state_dict():
     model.load_state_dict(before, strict=True)
 
 
+def test_an_explanation_shows_names_and_reasons_as_the_policy_writes_them():
+    rule = {"name": "[wide] first", "match": {"module": "*"}, "keep": "[table 3] loss :warning: grows"}
+    policy = {"version": 1, "name": "[a]", "default": "keep", "rules": [rule]}
+    text = str(fp4graph.explain(nn.Linear(32, 32), policy, (X,)))
+    for words in ("[a]: 0 of 1 sites", "[wide] first", "[table 3] loss :warning: grows"):
+        assert words in text
+
+
 @pytest.mark.slow
 def test_noise_repeats_under_one_seed_and_differs_by_seed_and_forward():
     models = [applied(perceptron(), "tetrajet", seed=seed) for seed in (1, 1, 2)]

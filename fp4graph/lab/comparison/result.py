@@ -211,7 +211,7 @@ class Comparison:
 
     def __str__(self) -> str:
         text = io.StringIO()
-        self.print(Console(file=text, width=160, no_color=True, highlight=False, markup=False))
+        self.print(Console(file=text, width=160, no_color=True, highlight=False, markup=False, emoji=False))
         return text.getvalue().rstrip("\n")
 
     def _repr_html_(self) -> str:
