@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import re
 from fractions import Fraction
 from typing import Annotated, Any, Literal, Self
 
@@ -15,6 +16,8 @@ from fp4graph.technique.site import SiteView
 
 Op = Literal["linear", "matmul", "grouped", "sdpa", "conv"]
 Role = Literal["adapter", "router", "head"]
+#: Matches what looks like a range of numbers in a glob, as [0-11]: in a glob it is a set of characters, here 0 and 1.
+_NUMBERS = re.compile(r"\[!?(\d\d+-\d+|\d-\d\d+)\]")
 
 
 class Range(Section):
@@ -98,8 +101,8 @@ class Match(Section):
     )
     module: Globs | None = Field(
         None,
-        description="Globs for the module's full name; one match is enough. * matches any text, dots included. The "
-        "name that a module had before PEFT wrapped it matches too.",
+        description="Globs for the module's full name; one match is enough. * matches any text, dots included, and "
+        "[0-5] one character. The name that a module had before PEFT wrapped it matches too.",
     )
     block: StrictBool | None = Field(None, description="Whether the site is inside a repeated stack of blocks.")
     first_blocks: Blocks | None = Field(
@@ -124,6 +127,12 @@ class Match(Section):
             raise ValueError("block: false contradicts first_blocks and last_blocks; remove one of them")
         if self.op == ():
             raise ValueError("an empty op matches nothing; leave it out for linear, matmul and grouped")
+        for numbers in map(_NUMBERS.search, self.module or ()):
+            if numbers:
+                raise ValueError(
+                    f"{numbers[0]} in a glob matches one character, not a range of numbers; write a list of globs, "
+                    'such as ["layers.[0-9].*", "layers.1[01].*"], or use first_blocks or last_blocks'
+                )
         return self
 
     def __str__(self) -> str:

@@ -41,8 +41,8 @@ def matches(predicates: Match, site: SiteView) -> bool:
 VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "op": (["linear", ["sdpa", "linear"]], ["matmul", ["sdpa", "matmul"]]),
     "module": (
-        [SITE.module, "*.qkv", "blocks.*", "blocks.?.attn.*", "blocks.[0-5].*", ["head", "*.attn.*"]],
-        ["qkv", "attn", "blocks.3", "Blocks.*", ["head", "*.proj"]],
+        [SITE.module, "*.qkv", "blocks.*", "blocks.?.attn.*", "blocks.[1-35-7].*", ["head", "*.attn.*"]],
+        ["qkv", "attn", "blocks.3", "Blocks.*", "blocks.[0-24-6]*", ["head", "*.proj"]],
     ),
     "block": ([True], [False]),
     "first_blocks": ([4, 0.26], [3, 0.25]),
