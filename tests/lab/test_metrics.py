@@ -64,6 +64,15 @@ def test_confidence_of_every_format_is_0_at_thresholds_and_at_most_1(element):
     assert m.confidence(values[-1:], element).item() == 1
 
 
+def test_confidence_of_a_transposed_weight_raises_no_warning():
+    ratio = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    torch.set_warn_always(True)
+    try:
+        assert torch.equal(m.confidence(ratio.T, E2M1), m.confidence(ratio.T.contiguous(), E2M1))
+    finally:
+        torch.set_warn_always(False)
+
+
 @settings(deadline=None)
 @given(st.integers(0, 100))
 def test_oscillation_ratio_by_paths(seed):

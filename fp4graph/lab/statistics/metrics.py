@@ -91,7 +91,7 @@ def confidence(ratio: Tensor, element: ElementFormat) -> Tensor:
     value; for the largest value, to which all larger weights round, its distance to the last threshold. (TetraJet A.2.)
     """
     edges, largest = (t.to(ratio.device) for t in _intervals(element))
-    u = ratio.abs().clamp(max=element.max)
+    u = ratio.abs().clamp(max=element.max).contiguous()  # torch.bucketize warns of a transposed weight (Conv1D)
     place = torch.bucketize(u, edges[1:-1])
     return torch.minimum(u - edges[place], edges[place + 1] - u) / largest[place]
 
