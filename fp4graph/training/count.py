@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,9 +17,12 @@ from torch import nn
 
 from fp4graph.errors import PolicyWarning
 from fp4graph.model.runtime import Runtime, runtime_of
+from fp4graph.training.memory import is_ours
 
 #: Beginning of fp4graph's keys in parameter groups.
 PREFIX = "fp4graph."
+#: The key of the number of techniques' entries in the state, which shows whether a load left some out.
+ENTRIES = f"{PREFIX}entries"
 
 
 class ForwardCounts:
@@ -34,7 +37,7 @@ class ForwardCounts:
         optimizer.register_state_dict_pre_hook(self._write)
         optimizer.register_state_dict_post_hook(self._written)
         optimizer.register_load_state_dict_pre_hook(self._loading)
-        optimizer.register_load_state_dict_post_hook(lambda _: self._restore())
+        optimizer.register_load_state_dict_post_hook(self._restore)
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
@@ -57,7 +60,7 @@ class ForwardCounts:
         if all(root() is not runtime.root for root in counts._roots):
             counts._roots.append(weakref.ref(runtime.root))
         counts._loaded |= _pop(optimizer.param_groups)
-        counts._restore()
+        counts._restore(optimizer)
 
     def _write(self, optimizer: torch.optim.Optimizer) -> None:
         for number, runtime in self._runtimes():
@@ -65,14 +68,17 @@ class ForwardCounts:
                 group |= {f"{PREFIX}{name}{number}": value for name, value in _facts(runtime).items()}
 
     def _written(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-        _pop(optimizer.param_groups)
+        if _pop(optimizer.param_groups):
+            for group in saved["param_groups"]:
+                group[ENTRIES] = _entries(saved["state"])
 
     def _loading(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         groups = [dict(group) for group in saved["param_groups"]]
         self._loaded = _pop(groups)
         return {**saved, "param_groups": groups}
 
-    def _restore(self) -> None:
+    def _restore(self, optimizer: torch.optim.Optimizer) -> None:
+        saved_entries, same = self._loaded.pop(ENTRIES, 0), True
         for number, runtime in self._runtimes():
             names = ("forwards", "seed", "policy")
             saved = {name: self._loaded.pop(f"{PREFIX}{name}{number}", None) for name in names}
@@ -87,7 +93,16 @@ class ForwardCounts:
                     PolicyWarning,
                     stacklevel=4,
                 )
+            same = same and not changed
             runtime.count_from(int(saved["forwards"]))
+        if same and (missing := saved_entries - _entries(optimizer.state)) > 0:
+            warnings.warn(
+                f"{missing} of the {saved_entries} entries that techniques had in the optimizer's saved state were not "
+                "loaded, so they begin anew. torch.distributed.checkpoint.load reads only entries that the optimizer "
+                "has already: train one step before it, or use fp4graph.training.checkpoint",
+                PolicyWarning,
+                stacklevel=3,
+            )
 
     def _runtimes(self) -> Iterable[tuple[str, Runtime]]:
         for number, reference in enumerate(self._roots):
@@ -100,6 +115,11 @@ class ForwardCounts:
 def _facts(runtime: Runtime) -> dict[str, int]:
     policy = int(runtime.policy.fingerprint[:12], 16)
     return {"forwards": runtime.count or 0, "seed": runtime.settings.seed, "policy": policy}
+
+
+def _entries(state: Mapping[Any, Mapping[Any, Any]]) -> int:
+    """Return the number of entries of techniques in an optimizer's state."""
+    return sum(is_ours(name) for of_parameter in state.values() for name in of_parameter)
 
 
 def _pop(groups: list[dict[str, Any]]) -> dict[str, Any]:

@@ -137,7 +137,8 @@ class _Hooks:
             # A step that raised has left entries out, see Memory.mirror.
             self.optimizer.register_state_dict_pre_hook(lambda optimizer: self.memory.mirror()),
             self.optimizer.register_load_state_dict_pre_hook(self._loading),
-            self.optimizer.register_load_state_dict_post_hook(self._loaded),
+            # Before ForwardCounts counts the entries, also in an optimizer that is prepared again.
+            self.optimizer.register_load_state_dict_post_hook(self._loaded, prepend=True),
         )
 
     def remove(self) -> None:

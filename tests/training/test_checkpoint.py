@@ -198,6 +198,7 @@ def edits(content: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
 OPTIONAL = {
     "state", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay",
     "initial_lr", "_is_initial", "_get_lr_called_within_step", "fp4graph.forwards", "fp4graph.seed", "fp4graph.policy",
+    "fp4graph.entries",
 }  # fmt: skip
 
 

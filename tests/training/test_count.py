@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import itertools
+import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from timm.optim import Lookahead
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import fp4graph
 from fp4graph.errors import PolicyWarning
@@ -64,6 +67,25 @@ def test_the_state_of_another_seed_or_policy_warns(other, what):
     (_model, optimizer), (_other, loaded) = made(), made(**other)
     with pytest.warns(PolicyWarning, match=f"another {what}"):
         loaded.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.slow
+def test_a_load_that_leaves_out_entries_of_techniques_warns(tmp_path, recwarn):
+    """torch.distributed.checkpoint reads only entries that the optimizer has; techniques make theirs at a step."""
+    warnings.simplefilter("always", PolicyWarning)
+    model, optimizer = made("tetrajet-freeze")
+    trained(model, optimizer, 2)
+    dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=tmp_path, no_dist=True)
+    for steps in (0, 1):
+        other, resumed = made("tetrajet-freeze")
+        trained(other, resumed, steps)
+        state = get_optimizer_state_dict(other, resumed)
+        dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+        recwarn.clear()
+        set_optimizer_state_dict(other, resumed, state)
+        texts = [str(warning.message) for warning in recwarn if issubclass(warning.category, PolicyWarning)]
+        assert ["12 of the 12 entries that techniques had" in text for text in texts] == [True] * (steps == 0)
+        assert count(other) == 2
 
 
 @pytest.mark.parametrize("gone", ["removed", "baseline", "collected"])
