@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 if torch.distributed.is_available():
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
 
 def is_sharded(x: object) -> TypeGuard[DTensor]:
@@ -20,6 +20,18 @@ def is_sharded(x: object) -> TypeGuard[DTensor]:
 def whole(x: Tensor) -> Tensor:
     """Return all of ``x`` on this process, gathered from all processes if it is sharded."""
     return x.full_tensor() if is_sharded(x) else x
+
+
+def peak(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the largest magnitude in all of ``x``. The part of ``x`` on a process may be empty, as where a parameter
+    has fewer rows than there are processes."""
+    part = x.to_local() if is_sharded(x) else x
+    largest = (
+        torch.linalg.vector_norm(part, torch.inf, dtype=dtype) if part.numel() else part.new_zeros((), dtype=dtype)
+    )
+    if not is_sharded(x):
+        return largest
+    return DTensor.from_local(largest, x.device_mesh, [Partial("max")] * x.device_mesh.ndim).full_tensor()
 
 
 def like(x: Tensor, reference: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def condition(
     """
     dtype = precision(grad)
     old = tuple(state[name] for name in STATISTICS)
-    peak = sharding.whole(torch.linalg.vector_norm(grad, torch.inf, dtype=dtype))
+    peak = sharding.peak(grad, dtype)
     threshold = _threshold(peak, old, theta)
     spikes = grad.abs() > threshold.to(grad.dtype)
     # The casts matter only if ``grad`` is 0-d: a 0-d fp32 factor would promote it.

@@ -340,6 +340,15 @@ def case_accumulation_without_sync() -> None:
     accumulates(model, unsynced)
 
 
+def case_stable_spam_where_a_rank_has_no_part_of_a_parameter() -> None:
+    """The position embedding has one row, which is on the first rank."""
+    policy, losses = one_rule(quantize=PLAIN, techniques=["stable_spam"]), []
+    for wrap in (DDP, shard):
+        model = applied(vit(), policy)
+        losses.append(train(wrap(model), model, image_loss, 3))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
 def case_a_step_while_weights_are_whole() -> None:
     model = sharded(vit(), "tetrajet-qema")
     model.set_reshard_after_backward(False)
