@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from fp4graph.errors import Error
 from fp4graph.model import weight_quantizer
@@ -67,18 +66,18 @@ def prepare_optimizer(model: nn.Module, optimizer: O) -> O:
         acting.in_order(plans)
 
     replaced: set[str] = set()
-    if previous is not None:
-        previous.remove()
-        replaced = {t.name for r in previous.runtimes if r.root is runtime.root for t in acting.techniques(r.plan)}
-        del optimizer.__dict__["_fp4graph"]
-    memory = Memory(optimizer) if previous is None else previous.memory
-    hooks = _Hooks([*others, runtime], optimizer, memory)
+    if previous is None:
+        hooks = _Hooks([runtime], optimizer, Memory(optimizer))
+        if hooks.techniques:
+            hooks.attach()
+            optimizer.__dict__["_fp4graph"] = hooks
+    else:  # a phase may begin inside a step, in its closure, while torch goes through the optimizer's hooks
+        hooks = previous
+        replaced = {t.name for r in hooks.runtimes if r.root is runtime.root for t in acting.techniques(r.plan)}
+        hooks.serve([*others, runtime])
     remaining = {technique.name for technique in hooks.techniques}
     ids = {id(parameter) for parameter in runtime.root.parameters()}
-    memory.forget(lambda parameter, name: name not in remaining and (id(parameter) in ids or name in replaced))
-    if hooks.techniques:
-        hooks.attach()
-        optimizer.__dict__["_fp4graph"] = hooks
+    hooks.memory.forget(lambda parameter, name: name not in remaining and (id(parameter) in ids or name in replaced))
     held = acting.groups_by_parameter(optimizer)
     parameters = {id(weight.parameter) for weight in runtime.weights if id(weight.parameter) in held}
     ForwardCounts.of(optimizer, runtime)
@@ -118,49 +117,72 @@ def _skips(optimizer: torch.optim.Optimizer) -> bool:
     return not any(bool((grad != 0).any()) for grad in grads)
 
 
+def _with_closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Call the closure of a step, which computes gradients, before techniques act on them. Return the arguments of
+    the step with a closure that only returns the loss; None without a closure."""
+    closures = {place: value for place, value in [*enumerate(args), *kwargs.items()] if place and callable(value)}
+    if not closures:
+        return None
+    ((place, closure),) = closures.items()
+    with torch.enable_grad():
+        losses = [closure()]
+
+    def loss() -> Any:
+        if not losses:
+            raise Error(
+                "techniques act on gradients once for each step, and this optimizer calls the closure several times in "
+                "a step; use an optimizer that calls it once"
+            )
+        return losses.pop()
+
+    changed = [loss if place == number else value for number, value in enumerate(args)]
+    return tuple(changed), {key: loss if place == key else value for key, value in kwargs.items()}
+
+
 class _Hooks:
     """The hooks on one optimizer, for the techniques of ``runtimes``, the applied models in the order of preparing."""
 
     def __init__(self, runtimes: Sequence[Runtime], optimizer: torch.optim.Optimizer, memory: Memory) -> None:
-        self.runtimes, self.optimizer, self.memory = tuple(runtimes), optimizer, memory
-        self.techniques = acting.in_order([runtime.plan for runtime in runtimes])
+        self.optimizer, self.memory = optimizer, memory
+        self.serve(runtimes)
         self._scratch: dict[Any, dict[Any, Any]] = {}
-        self._agree = False  # True once captured graphs have shown that all uses of every parameter agree
-        self._handles: tuple[RemovableHandle, ...] = ()
         self._loaded_state: dict[str, Any] = {}  # while load_state_dict runs
+
+    def serve(self, runtimes: Sequence[Runtime]) -> None:
+        """Act for the techniques of ``runtimes`` from now on."""
+        self.runtimes = tuple(runtimes)
+        self.techniques = acting.in_order([runtime.plan for runtime in runtimes])
+        self._agree = False  # True once captured graphs have shown that all uses of every parameter agree
 
     def attach(self) -> None:
         """Register the hooks on the optimizer."""
-        self._handles = (
-            self.optimizer.register_step_pre_hook(self._before),
-            self.optimizer.register_step_post_hook(self._after),
-            # A step that raised has left entries out, see Memory.mirror.
-            self.optimizer.register_state_dict_pre_hook(lambda optimizer: self.memory.mirror()),
-            self.optimizer.register_load_state_dict_pre_hook(self._loading),
-            # Before ForwardCounts counts the entries, also in an optimizer that is prepared again.
-            self.optimizer.register_load_state_dict_post_hook(self._loaded, prepend=True),
-        )
+        self.optimizer.register_step_pre_hook(self._before)
+        self.optimizer.register_step_post_hook(self._after)
+        # A step that raised has left entries out, see Memory.mirror.
+        self.optimizer.register_state_dict_pre_hook(lambda optimizer: self.memory.mirror())
+        self.optimizer.register_load_state_dict_pre_hook(self._loading)
+        # Before ForwardCounts counts the entries, also if the optimizer was prepared for a model without techniques.
+        self.optimizer.register_load_state_dict_post_hook(self._loaded, prepend=True)
 
-    def remove(self) -> None:
-        """Take the hooks off the optimizer."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._scratch = {}
-        names = ", ".join(t.name for t in self._live() if acts_at(t, *BEFORE))
-        closures = (*args[1:], kwargs.get("closure"))  # after the optimizer itself
-        acts = f"technique {names} acts on gradients before the step, and"
-        if names and any(closure is not None for closure in closures):
-            raise Error(f"{acts} a closure computes them inside it; call the closure yourself, then optimizer.step()")
+        step = None
+        if self._acting_before():
+            step = _with_closure_called(args, kwargs)
+        names = self._acting_before()  # a phase may have begun in the closure
         if names and getattr(optimizer, "grad_scale", None) is not None:
             raise Error(
-                f"{acts} this fused optimizer unscales them inside it; call scaler.unscale_(optimizer) before "
-                "scaler.step(optimizer)"
+                f"technique {names} acts on gradients before the step, and this fused optimizer unscales them inside "
+                "it; call scaler.unscale_(optimizer) before scaler.step(optimizer)"
             )
         if not _skips(optimizer):
             self._run(BEFORE)
         self.memory.mirror(stepping=True)
+        return step
+
+    def _acting_before(self) -> str:
+        """Return the names of the techniques that act on gradients before the step."""
+        return ", ".join(t.name for t in self._live() if acts_at(t, *BEFORE))
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not _skips(optimizer):

@@ -112,6 +112,14 @@ def test_a_callback_trains_and_resumes_as_two_lines_do(tmp_path):
         fitted(Classifier(), tmp_path, callbacks=[by_callback("tetrajet")], resume=tmp_path / "other/epoch=0.ckpt")
 
 
+def test_techniques_that_act_on_gradients_train(tmp_path):
+    """Lightning computes gradients in the closure of the optimizer's step."""
+    by_hand = fp4graph.apply(models.vit(), "nvfp4-qad-lsq", backend="eager")
+    outputs = (cross_entropy(by_hand(images), labels) for images, labels in BATCHES)
+    expected = descend(outputs.__next__, prepared(by_hand), 4)
+    assert fitted(Classifier(), tmp_path, epochs=1, callbacks=[by_callback("nvfp4-qad-lsq")]).losses == expected
+
+
 LINEARS = {"version": 1, "name": "linears", "rules": [{"match": {}, "quantize": {"element": "e2m1", "block": 32}}]}
 
 

@@ -299,3 +299,43 @@ def test_a_technique_quantizes_a_parameter_only_if_its_parts_have_the_scales_of_
                 model(torch.randn(4, 64))
         else:
             model(torch.randn(4, 64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("begins", [SPAM, Q_EMA, None], ids=["other options", "other techniques", "no technique"])
+def test_a_closure_is_called_before_techniques_act_on_gradients(begins):
+    """Lightning gives every step a closure, and a phase may begin in it."""
+    spam = {"stable_spam": OPTIONS | {"theta": 0.9}}
+    later = {"at": 2, "techniques": [begins]} if begins else {"at": 2, "rules": [], "default": "keep"}
+    ended = []
+    for closes in (False, True):
+        model = applied(Two(), policy(spam, phases=[later]))
+        optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), **ADAM))
+        for x in torch.randn(5, 8, 64, generator=torch.Generator().manual_seed(2)):
+
+            def loss(x=x, model=model, optimizer=optimizer):
+                optimizer.zero_grad()
+                value = model(x).square().mean()
+                value.backward()
+                return value
+
+            if closes:
+                assert optimizer.step(loss).requires_grad
+            else:
+                loss()
+                optimizer.step()
+        ended.append([*model.state_dict().values()])
+    assert same(*ended)
+
+
+class Twice(torch.optim.AdamW):
+    def step(self, closure):
+        with torch.enable_grad():
+            return closure(), closure()
+
+
+def test_an_optimizer_that_calls_its_closure_again_is_refused_by_techniques_on_gradients():
+    model = applied(Two(), policy(SPAM))
+    optimizer = fp4graph.prepare_optimizer(model, Twice(model.parameters()))
+    with pytest.raises(fp4graph.Error, match="calls the closure several times"):
+        optimizer.step(lambda: model(torch.randn(8, 64)).sum().backward())
