@@ -16,7 +16,7 @@ from fp4graph.errors import CaptureError, Error
 from fp4graph.graph.backend import inner_backend
 from fp4graph.graph.direct import Direct
 from fp4graph.graph.replace import UnmarkedWeight
-from fp4graph.model import coverage, distributed, hooks
+from fp4graph.model import coverage, distributed, hooks, unseen
 from fp4graph.model.apply_options import ApplyOptions
 from fp4graph.model.capture import Capture
 from fp4graph.model.conversion import opaque, refuse_nested
@@ -62,6 +62,7 @@ class Runner:
         self.uncompiled = Uncompiled(plan, current, self.inspection)
         self.checked, self._explains = explains, explains
         self.failure: Error | None = None
+        self._watched = False  # whether weights that no training forward has multiplied are watched
         self._running = self.capture  # the capture of the compiled call in progress
         self._refused: str | None = None  # why torch.compile refuses the forward, which runs uncompiled from then on
         self._dtypes = frozenset[torch.dtype]()  # those of the parameters at that refusal
@@ -124,6 +125,9 @@ class Runner:
                 self.failure = error
                 raise
             self.checked = duties.covers == "all"
+        if forward.training and self.checked and not self._watched:
+            unseen.watch(self._plan)
+            self._watched = True
         if forward.training and _counts(forward, result):
             self._steps.trained += 1
             self._steps.advance()

@@ -109,7 +109,7 @@ class BoundMatmul:
         terms = operand.quantized(self._dtype)
         if Keeps.VALUES not in step.keeps:
             return terms, None
-        dequantized = rotation.undo(total(terms), side).to(self._dtype)
+        dequantized = operators.rounded(rotation.undo(total(terms), side).to(self._dtype))
         return terms, fprop.taken_back(dequantized) if side == "left" else dequantized
 
     def _with_draw(self, gemm: Gemm, side: Side) -> tuple[OperandProgram, Draw | None]:

@@ -115,6 +115,21 @@ def test_compiled_wrappers_read_what_they_quantized_rounded_to_bf16():
 
 
 @pytest.mark.compiler
+def test_a_compiled_backward_reads_operands_of_fprop_rounded_to_bf16():
+    """Q(W·H)·Hᵀ is no bf16 number, and dgrad rotates it again, with random signs."""
+    hadamard = {"hadamard": {"scope": "all", "block": 32, "kind": "random_backward"}}
+    policy = one_rule(hadamard, operands={"dgrad.weight": {"source": "fprop"}})
+    gradients = []
+    for backend in ("eager", "inductor"):
+        torch.manual_seed(0)
+        x = X.bfloat16().requires_grad_()
+        with operators.tensor_code():
+            applied(nn.Linear(64, 32, bias=False).bfloat16(), policy, backend=backend, seed=1)(x).sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.compiler
 def test_an_edited_technique_never_runs_the_old_code():
     """The two classes have equal options and different code: code compiled for the first may not serve the second."""
 
