@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from fp4graph.errors import Error
 from fp4graph.exports.names import is_hugging_face
 
-#: Files of tokenizers and processors that are copied unchanged.
+#: Files of tokenizers and processors that are copied unchanged; a second chat template has a folder.
 COPIED = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "spiece.*",
-    "chat_template*", "*processor_config.json", "*.tiktoken",
+    "chat_template*", "additional_chat_templates/*", "*processor_config.json", "*.tiktoken",
 )  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         yield temporary
         allowed = ~_umask()
         temporary.chmod(0o777 & allowed)  # mkdtemp and safetensors let only the owner read what they make
-        for file in temporary.iterdir():
+        for file in (path for path in temporary.rglob("*") if path.is_file()):  # tokenizers make folders too
             file.chmod(0o666 & allowed)
             with file.open("rb") as written:
                 os.fsync(written.fileno())
@@ -118,5 +118,7 @@ def copy_tokenizer(folder: Path, model: nn.Module, tokenizer: Saving | None) -> 
         return
     for pattern in COPIED:
         for file in source.glob(pattern):
-            if file.is_file() and not (folder / file.name).exists():
-                shutil.copy(file, folder / file.name)
+            copied = folder / file.relative_to(source)
+            if file.is_file() and not copied.exists():
+                copied.parent.mkdir(exist_ok=True)
+                shutil.copy(file, copied)

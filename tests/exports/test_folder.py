@@ -71,6 +71,17 @@ def test_the_tokenizer_of_the_folder_is_copied_or_the_argument_is_written(tmp_pa
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "other").vocab_size == 64
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_a_tokenizer_keeps_all_of_its_chat_templates(given, tmp_path):
+    """transformers saves each template but the default in a folder inside the folder of the tokenizer."""
+    (several := tokenizer()).chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    several.save_pretrained(tmp_path / "in")
+    model = trained(llama(), policy(), 0)
+    model.name_or_path = str(tmp_path / "in")
+    fp4graph.export(model, tmp_path / "out", tokenizer=several if given else None)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == several.chat_template
+
+
 # ---------------------------------------------------------------------- activations
 
 
