@@ -22,7 +22,7 @@ class ScaleGradient(Technique):
 
     s1 <= s < s2 are the neighbouring scales, and t = (s - s1)/(s2 - s1). ``dge`` is (1/k)·abs(2t - 1)^(1/k - 1), capped
     at 3. ``spline`` is the slope of the polyline through the points (threshold, threshold rounded to nearest even): 0
-    around scales of even code and 2 around scales of odd code; for E8M0, whose ties go up, 4/3 everywhere. ``ste`` is
+    around scales of even code and 2 around scales of odd code; for E8M0, if its ties go up, 4/3 everywhere. ``ste`` is
     1. Above the format's maximum surrogates are 0; then all are clipped to [lower, upper]. The spec's convention
     decides what s is, Z/Qmax (``decode``) or Qmax/Z (``encode``), and so the surrogate. With ``range: low`` the
     surrogate acts below the format's smallest normal number, where the quotient of s and the rounded s deviates most
@@ -95,14 +95,14 @@ class ScaleSlope(Gradient):
     def scale_surrogate(self, ideal: Tensor, context: Context) -> Tensor | None:
         """Return q'(s), shape of ``ideal``."""
         assert context.spec is not None
-        number = context.spec.scale.format
+        number, ties = context.spec.scale.format, context.spec.scale.ties
         if number == FP32:
             return None
         part, odd = surrogates.scale_fraction(ideal, number)
         if self.options.kind == "dge":
             slope = surrogates.dge(part, self.options.k)
         else:
-            slope = 2 * odd if number.has_zero else torch.full_like(ideal, 4 / 3)
+            slope = 2 * odd if number.has_zero or ties == "even" else torch.full_like(ideal, 4 / 3)
         slope = torch.where(ideal <= number.max, slope, torch.zeros_like(slope))
         slope = slope.clamp(*self.options.bounds)
         if self.options.range == "low":

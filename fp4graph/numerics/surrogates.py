@@ -78,10 +78,13 @@ def fraction(u: Tensor, element: ElementFormat) -> Tensor:
 
 
 def scale_fraction(scale: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
-    """Return :func:`fraction` of positive scales, and 1.0 where the nearest value has an odd mantissa, else 0.0."""
+    """Return :func:`fraction` of positive scales, and 1.0 where the nearest value, ties to even, has an odd code, else
+    0.0."""
     if not scale_format.has_zero:
-        lower = power_of_two(scale)
-        return _position(scale, lower, 2 * lower), torch.zeros_like(scale)
+        lower, bits, first = power_of_two(scale), scale.view(torch.int32), 127 + scale_format.min_exponent
+        odd = ((bits >> 23) - first) & 1  # the code counts exponents from the lowest
+        nearest = ((bits + (1 << 22) - 1 + odd) >> 23) - first
+        return _position(scale, lower, 2 * lower), (nearest & 1).to(torch.float32)
     _, inverse = spacing(scale.clamp(max=scale_format.max), scale_format.min_exponent, scale_format.mantissa_bits)
     lower = (scale * inverse).floor()
     nearest = torch.round(scale * inverse)

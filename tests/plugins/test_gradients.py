@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from fp4graph_plugins.scale_gradient import ScaleGradient
 
 import fp4graph
 from fp4graph.errors import PolicyWarning
@@ -155,6 +157,17 @@ def test_equation_1(x, convention, scale, step, max_kind, scale_kind):
         actual = factor(techniques, x, scale=scale, convention=convention)
     kinds = {"step": step, "max_kind": max_kind, "scale_kind": scale_kind}
     close(actual, slopes_of(x, scale=scale, convention=convention, **kinds))
+
+
+def test_the_spline_between_powers_of_two_follows_their_ties(x):
+    """With ``ties: even`` a threshold 1.5·2^k rounds to the power with the even code, k + 127 or k + 128."""
+    exponents = np.arange(-20, 20)
+    thresholds, rounded = 1.5 * 2.0**exponents, 2.0 ** (exponents + (exponents + 127) % 2)
+    ideal = x.abs().reshape(-1)
+    slopes = (np.diff(rounded) / np.diff(thresholds))[np.searchsorted(thresholds, ideal.numpy(), side="right") - 1]
+    (part,) = ScaleGradient(lower=0).parts(layer.site)
+    spec = fp4graph.QuantSpec(scale=fp4graph.ScaleSpec("e8m0", "nearest_even", ties="even"))
+    close(part.scale_surrogate(ideal, SimpleNamespace(spec=spec)), torch.tensor(slopes))
 
 
 def test_range_low_differentiates_only_subnormal_scales(x):
