@@ -44,10 +44,11 @@ def fake_quantize(x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor |
             or ``x`` has too few axes for the block.
     """
     blocking, codes, scale = quantize(x, spec, dim, key)
-    y: Tensor = blocking.join(dequantize(codes, scale, spec).to(x.dtype))
+    wide = x.to(torch.float32) if x.element_size() == 1 else x  # torch subtracts no 8-bit floats
+    y: Tensor = blocking.join(dequantize(codes, scale, spec).to(x.dtype)).to(wide.dtype)
     # The bracket is +0, which leaves y as it is, -0 too, and has the derivative of x. torch drops the derivatives of an
     # autograd.Function where torch.compile meets torch.func.
-    return y - (x.detach() - x)
+    return (y - (wide.detach() - wide)).to(x.dtype)
 
 
 def quantize(

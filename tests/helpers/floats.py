@@ -16,7 +16,7 @@ def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert actual.dtype == expected.dtype
     nan = expected.isnan()
     assert torch.equal(actual.isnan(), nan)
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
     a, b = (t.contiguous().view(integer).masked_fill(nan, 0) for t in (actual, expected))
     differing = (a != b).nonzero()
     assert not len(differing), (

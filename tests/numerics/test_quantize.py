@@ -147,7 +147,7 @@ def test_nan_or_inf_poisons_its_block_alone(scale, bad):
     assert_same_bits(q, clean)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn])
 def test_other_dtypes_are_computed_in_fp32(dtype):
     x = (torch.randn(8, 64, dtype=torch.float64) * 3).to(dtype)
     for spec in (QuantSpec(), QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even"), "stochastic")):
