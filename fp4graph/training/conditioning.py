@@ -135,10 +135,12 @@ def reset_moments(state: MutableMapping[str, Any]) -> None:
         entry = str(name).rpartition(f".{HELD}")[2]
         if entry not in START:
             continue
-        if isinstance(value, torch.Tensor):
-            value.fill_(START[entry])
-        else:
+        if not isinstance(value, torch.Tensor):
             state[name] = type(value)(START[entry])
+        elif type(part := value.to_local() if sharding.is_sharded(value) else value) is torch.Tensor:
+            part.fill_(START[entry])
+        else:  # a quantized moment, as of torchao's 8-bit optimizers, takes values by copying alone
+            part.copy_(torch.full(part.shape, START[entry], dtype=part.dtype, device=part.device))
 
 
 def batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

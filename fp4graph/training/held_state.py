@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fp4graph.errors import Error
+from fp4graph.numerics.sharding import is_sharded
 from fp4graph.technique import WeightUpdate
 from fp4graph.training.conditioning import HELD
 from fp4graph.training.memory import is_ours
@@ -29,18 +30,15 @@ def hold(optimizer: torch.optim.Optimizer, parameter: Tensor, memory: dict[str, 
     """Copy a parameter, as ``memory["saved"]``, and its state, for :func:`restore`.
 
     Raises:
-        Error: an entry is neither a tensor nor a number and cannot be restored; ``remedy`` says what to do.
+        Error: an entry is neither a plain tensor nor a number and cannot be restored; ``remedy`` says what to do.
     """
     memory["saved"] = parameter.detach().clone()
     _released(memory)
     for name, value in entries(optimizer, parameter).items():
-        if isinstance(value, torch.Tensor):
-            memory[HELD + name] = value.clone()
-        elif isinstance(value, bool | int | float):
+        if isinstance(value, bool | int | float):
             memory[HELD + name] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
         elif value is not None:
-            kind = type(value).__name__
-            raise Error(f"the optimizer keeps {name!r}, a {kind}, for a parameter, which cannot be restored; {remedy}")
+            memory[HELD + name] = _copied(name, value, remedy)
 
 
 def restore(optimizer: torch.optim.Optimizer, parameter: Tensor, memory: dict[str, Tensor]) -> bool:
@@ -73,7 +71,7 @@ def hold_elements(update: WeightUpdate) -> None:
     _released(memory)
     for name, value in entries(update.optimizer, weight).items():
         if isinstance(value, torch.Tensor) and value.shape == weight.shape:
-            memory[HELD + name] = value.clone()
+            memory[HELD + name] = _copied(name, value, "use an optimizer whose state is not quantized")
 
 
 def restore_elements(update: WeightUpdate, stepped: Tensor) -> None:
@@ -83,6 +81,16 @@ def restore_elements(update: WeightUpdate, stepped: Tensor) -> None:
     for name, value in entries(update.optimizer, update.parameter).items():
         if name in held:
             value.copy_(torch.where(stepped, value, held[name]))
+
+
+def _copied(name: str, value: Any, remedy: str) -> Tensor:
+    """Return a copy of an entry; raise Error unless it is a tensor with elements that can be copied one by one."""
+    part = value.to_local() if is_sharded(value) else value
+    if type(part) is not torch.Tensor:  # blocks of a quantized state, as of torchao's 8-bit optimizers, share scales
+        kind = type(part).__name__
+        raise Error(f"the optimizer keeps {name!r}, a {kind}, for a parameter, which cannot be restored; {remedy}")
+    copied: Tensor = value.clone()
+    return copied
 
 
 def _released(memory: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import pytest
 import timm.optim
 import torch
 from fp4graph_plugins.q_ramping import QRamping
+from torchao.optim.subclass_8bit import OptimState8bit
 
 import fp4graph
 from fp4graph.optim import StableSPAM
@@ -305,3 +306,14 @@ def test_gradients_not_yet_unscaled_are_refused():
     optimizer.grad_scale = torch.ones(())
     with pytest.raises(fp4graph.Error, match="unscale_"):
         optimizer.step()
+
+
+@pytest.mark.parametrize(("restore", "at", "remedy"), [(True, 20, "restore: false"), (False, 8, "not quantized")])
+def test_quantized_state_of_an_optimizer_is_refused(restore, at, remedy):
+    """Its elements share scales, so that none can be put back alone."""
+    applied, optimizer = prepared({**OPTIONS, "k1": 1e-3, "restore": restore})
+    drive(applied, optimizer, pushes(at))
+    shape = applied.weight.shape
+    optimizer.state[applied.weight]["exp_avg"] = OptimState8bit.zeros(shape, block_size=shape[1])
+    with pytest.raises(fp4graph.Error, match=f"keeps 'exp_avg', a OptimState8bit, .*{remedy}"):
+        drive(applied, optimizer, pushes(1))

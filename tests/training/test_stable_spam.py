@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torchao.optim.subclass_8bit import OptimState8bit
 
 from fp4graph.training import conditioning
 from fp4graph.training.conditioning import condition, condition_foreach, new_statistics, reset_moments
@@ -315,6 +316,15 @@ def test_non_finite_gradient_spares_the_statistics(
     reset_moments(hit)
     push(optimizer, params, good[3:])
     assert params[0].isfinite().all()
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_quantized_moments_are_reset_too(signed: bool) -> None:
+    """torchao's 8-bit optimizers keep moments in a tensor whose only operation in place is a copy."""
+    moment = OptimState8bit.zeros((4, 256), signed=signed)
+    moment.copy_(torch.rand(4, 256))
+    reset_moments({"exp_avg": moment})
+    assert not moment.dequantize().any()
 
 
 def test_sparse_gradients_are_refused_before_anything_moves() -> None:
