@@ -14,9 +14,11 @@ from fp4graph.exports.names import keeps_stacks
 from fp4graph.exports.packing import Matrix, element_bytes, matrices, require_storable, scale_bytes
 from fp4graph.exports.siblings import Siblings, require_shared
 from fp4graph.exports.weights import Fp4Weight, fp4_weights, refuse_computed
-from fp4graph.graph.siblings import layer_of
+from fp4graph.graph.siblings import SIBLINGS, layer_of
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.runtime import require_runtime
+
+_NAMES = frozenset(name for family in SIBLINGS for name in family)
 
 
 class PackedMatrix(NamedTuple):
@@ -83,7 +85,7 @@ def _matrices(root: nn.Module, *, check: bool) -> Iterator[PackedMatrix]:
     for weight in fp4_weights(runtime, activations=False):
         require_storable(weight)
         done.add(weight.name)
-        if pending and _owner(pending[-1]) != _owner(weight):
+        if pending and not _between_siblings(pending, weight):
             yield from _packed(root, pending, check=check)
             pending = []
         pending.append(weight)
@@ -102,6 +104,12 @@ def _packed(root: nn.Module, weights: list[Fp4Weight], *, check: bool) -> Iterat
         for name, matrix in of_name.items():
             scales = matrix.scales.to(torch.float8_e4m3fn) if nvfp4 else scale_bytes(matrix.scales)
             yield PackedMatrix(name, element_bytes(matrix.elements), scales, matrix.multiplier if nvfp4 else None)
+
+
+def _between_siblings(pending: list[Fp4Weight], weight: Fp4Weight) -> bool:
+    """Return whether ``weight`` is in the module of the last pending one, or inside one whose siblings may follow."""
+    owners = {_owner(each) for each in pending if layer_of(each.name).rpartition(".")[2] in _NAMES}
+    return _owner(weight) == _owner(pending[-1]) or any(f"{_owner(weight)}.".startswith(f"{o}.") for o in owners)
 
 
 def _owner(weight: Fp4Weight) -> str:

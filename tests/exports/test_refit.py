@@ -98,6 +98,17 @@ def test_siblings_with_scales_of_their_own_are_refused_before_they_are_sent():
 
 
 @pytest.mark.slow
+def test_siblings_with_a_module_between_them_are_compared():
+    layers = {"gate_proj": nn.Linear(64, 64), "inner": nn.Sequential(nn.Linear(64, 64)), "up_proj": nn.Linear(64, 64)}
+    under = by_rule(NVFP4, "tensor_scaling", operands={"fprop.input": "keep"})
+    model = fp4graph.apply(nn.Sequential(nn.Sequential(OrderedDict(layers))), under, backend="eager")
+    model(torch.randn(4, 64))
+    with pytest.raises(ExportError, match=r"0: γ of gate_proj .*, up_proj .* times apart"):
+        names(model)
+    assert names(model, sibling_scales="own") == ["0.gate_proj", "0.inner.0", "0.up_proj"]
+
+
+@pytest.mark.slow
 def test_under_autocast_siblings_share_the_maximum_of_weights_in_bf16():
     """bf16 rounds some of the many maxima up and some down."""
     model = fp4graph.apply(llama(), W4A16, backend="eager").eval()
