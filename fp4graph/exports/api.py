@@ -186,14 +186,15 @@ def _scales(
 
 
 def _all_names(root: nn.Module, names: Collection[str]) -> set[str]:
-    """Return ``names`` of parameters, and their other names, which they have if a module has several."""
-    named = [
-        (f"{fqn}.{name}".removeprefix("."), (module, name))
-        for fqn, module in root.named_modules(remove_duplicate=False)
-        for name in module._parameters
-    ]
-    places = {place for name, place in named if name in names}
-    return {name for name, place in named if place in places}
+    """Return ``names`` of weights, and their other names, which they have if a module has several.
+
+    A module is asked for its name and not for a parameter, which it lacks while its weight is packed.
+    """
+    modules = dict(root.named_modules(remove_duplicate=False))
+    held: dict[nn.Module, set[str]] = {}
+    for owner, _, last in (name.rpartition(".") for name in names):
+        held.setdefault(modules[owner], set()).add(last)
+    return {f"{fqn}.{last}" for fqn, module in modules.items() for last in held.get(module, ())}
 
 
 def _without_aliases(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:

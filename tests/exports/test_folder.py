@@ -13,7 +13,7 @@ from torch import nn
 import fp4graph
 from fp4graph.errors import Error, PolicyWarning
 from tests.clients.tiny import tokenizer
-from tests.exports.models import NVFP4, TOKENS, by_rule, configuration, llama, mixture, policy, trained, vit
+from tests.exports.models import MXFP4, NVFP4, TOKENS, by_rule, configuration, llama, mixture, policy, trained, vit
 from tests.helpers.training import applied
 
 pytest.importorskip("compressed_tensors")
@@ -69,6 +69,23 @@ def test_the_tokenizer_of_the_folder_is_copied_or_the_argument_is_written(tmp_pa
     assert (tmp_path / "out/generation_config.json").exists()
     fp4graph.export(trained(llama(), policy(), 0), tmp_path / "other", tokenizer=tokenizer())
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "other").vocab_size == 64
+
+
+@pytest.mark.parametrize(
+    ("layout", "quantizer"), [("compressed-tensors", [MXFP4]), ("modelopt", [NVFP4, "tensor_scaling"])]
+)
+def test_packed_weights_are_written_like_parameters(layout, quantizer, tmp_path):
+    """With the same values; powers of two may lie in scales or in elements."""
+    under = policy(*quantizer, operands={"dgrad.weight": {"source": "fprop"}})
+    model = trained(llama(), under, 1).requires_grad_(False)
+    for folder in ("plain", "packed"):
+        fp4graph.export(model, tmp_path / folder, format=layout, sibling_scales="own")
+        fp4graph.pack_frozen(model)
+    first, second = (tmp_path / "plain", tmp_path / "packed")
+    assert (second / "config.json").read_text() == (first / "config.json").read_text()
+    assert tensors(second).keys() == tensors(first).keys()
+    plain, packed = (fp4graph.load_quantized(llama(), folder).state_dict() for folder in (first, second))
+    assert all(torch.equal(packed[name], plain[name]) for name in plain)
 
 
 @pytest.mark.parametrize("given", [True, False])
