@@ -64,7 +64,8 @@ def input_scales(model: nn.Module, weights: Iterable[Weight], batches: Iterable[
     """
     largest = _Largest(weights)
     runtime = require_runtime(model, "export")
-    count = 0
+    # A training may record statistics, which it goes on to do afterwards.
+    recording, training, count = runtime.inspection.recording, runtime.inspection.training, 0
     try:
         runtime.observe(largest, training=False)
         with evaluating(model), torch.no_grad():
@@ -79,7 +80,7 @@ def input_scales(model: nn.Module, weights: Iterable[Weight], batches: Iterable[
                     model(batch)
                 count += 1
     finally:
-        require_runtime(model, "export").observe(None)
+        require_runtime(model, "export").observe(recording, training=training)
     if not count:
         raise Error("calibration= is empty, and the tensor scales of activations are measured on it; give batches")
     if infinite := [name for name, amax in largest.magnitudes.items() if not torch.isfinite(amax)]:

@@ -140,6 +140,17 @@ def test_calibration_leaves_each_module_in_its_own_mode(tmp_path):
         assert [module.training for module in model.modules()] == [True, True, True, False]
 
 
+def test_calibration_leaves_the_recording_of_statistics_on(tmp_path):
+    model, x = applied(nn.Sequential(nn.Linear(32, 32)), by_rule(NVFP4, "tensor_scaling")), torch.randn(8, 32)
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(x)
+    with fp4graph.lab.Statistics(model, optimizer, directory=tmp_path / "log", every=1):
+        fp4graph.export(model, tmp_path / "out", calibration=[x])
+        model(x).sum().backward()
+        optimizer.step()
+    assert {row["step"] for row in fp4graph.lab.read(tmp_path / "log").rows} == {1}
+
+
 @pytest.mark.long
 def test_without_calibration_weights_alone_are_written(tmp_path):
     model = trained(llama(), policy(NVFP4, "tensor_scaling", **WITH_INPUTS), 0)
