@@ -49,5 +49,6 @@ def writes(node: Node) -> bool:
 def _switches(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, object]]:
     """Return the signature of ``function``, and its parameters that make it write, each with the harmless value."""
     harmless_values = {"inplace": False, "max_norm": None}  # an embedding with max_norm scales its weight
-    signature = inspect.signature(function)
+    # Tensor.__pow__, as x ** 2 calls it, wraps a method of C, which has no signature.
+    signature = inspect.signature(function, follow_wrapped=not inspect.ismethoddescriptor(inspect.unwrap(function)))
     return signature, {name: harmless for name, harmless in harmless_values.items() if name in signature.parameters}
