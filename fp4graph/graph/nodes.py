@@ -120,17 +120,19 @@ def _selected(args: Any, kwargs: Any, inputs: Mapping[Node, Tensor]) -> tuple[An
     """Return the arguments of a pick; in a pick from three or more axes 0-d tensors of integers become numbers.
 
     A loop over experts picks ``W[e]`` with such a tensor. The node must keep its value, because the state of the weight
-    is picked by the same node.
+    is picked by the same node. A pick of rows of a weight, ``W[ids]``, keeps the indices themselves.
     """
     stack = inputs.get(args[0]) if args and isinstance(args[0], Node) else None
-    if stack is None or stack.dim() < 3:
+    if stack is None or stack.dim() < 2 or (stack.dim() == 2 and experts.AXES not in args[0].meta):
         return args, kwargs
 
-    def number(node: Node) -> Any:
+    def kept(node: Node) -> Any:
         index = inputs[node]
+        if stack.dim() == 2:
+            return index
         return node if index.dim() or index.dtype.is_floating_point or index.dtype is torch.bool else int(index)
 
-    indices, kwargs = pytree.tree_map_only(Node, number, (args[1:], kwargs))
+    indices, kwargs = pytree.tree_map_only(Node, kept, (args[1:], kwargs))
     return (args[0], *indices), kwargs
 
 

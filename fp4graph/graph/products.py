@@ -239,15 +239,20 @@ def shown_part(views: tuple[Node, ...], factor: Node, by_columns: bool, transpos
 
 
 def _shown(views: tuple[Node, ...], sizes: tuple[Any, ...]) -> torch.Tensor | None:
-    """Return what a chain of views shows of a tensor of ``sizes``, without data; None if an argument is a node."""
-    shown: Any = torch.empty(sizes, device="meta")
+    """Return what a chain of views shows of a tensor of ``sizes``, without data; None if an argument is a node, or if
+    the chain copies, as ``w[[3, 1]]`` does."""
+    if any(len(view.all_input_nodes) > 1 for view in views):
+        return None
+    shown: Any = (stored := torch.empty(sizes, device="meta"))
     try:
         for view in views:
             if name_of(view) not in _IN_PLACE:
                 shown = operation(view)(shown, *view.args[1:], **view.kwargs)
     except (TypeError, RuntimeError):
         return None
-    return shown if isinstance(shown, torch.Tensor) and shown.dim() > 1 else None
+    if not isinstance(shown, torch.Tensor) or not torch_internals.is_alias(shown, stored):
+        return None
+    return shown if shown.dim() > 1 else None
 
 
 def _shape(node: Any) -> tuple[Any, ...]:
