@@ -23,6 +23,13 @@ from fp4graph.torch_internals import pytree
 _VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data"})
 #: Operations that pick one matrix of a stack by its number.
 _SELECTS = frozenset({"__getitem__", "select", torch.select})
+#: Views that take only a dtype or a shape from a tensor: the method that takes these themselves.
+_LIKE: Mapping[str, tuple[str, Callable[[Tensor], tuple[Any, ...]]]] = {
+    "type_as": ("to", lambda other: (other.device, other.dtype)),
+    "view_as": ("view", lambda other: (other.shape,)),
+    "reshape_as": ("reshape", lambda other: (other.shape,)),
+    "expand_as": ("expand", lambda other: (other.shape,)),
+}
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
@@ -67,6 +74,9 @@ class Nodes:
         args, kwargs = pytree.tree_map_only(Tensor, node_of, (call.args, call.keywords))
         if op == "getattr":
             op, target, args = "call_function", getattr, (*args, target)
+        if target in _LIKE:  # a later read of the view must not need a node whose value is gone
+            target, read = _LIKE[target]
+            args, kwargs = (args[0], *read(*call.args[1:], *call.keywords.values())), {}
         if target in _SELECTS:
             args, kwargs = _selected(args, kwargs, inputs)
         return self.call(op, target, args, kwargs)

@@ -145,11 +145,14 @@ def value_of(node: Any) -> torch.Tensor | None:
 
 #: Operations that show the same numbers in another shape, layout or dtype. The pass follows a weight through them.
 _VIEW_NAMES = frozenset({
-    "t", "transpose", "permute", "view", "reshape", "contiguous", "to", "float", "half", "bfloat16", "type_as",
-    "chunk", "split", "unbind", "narrow", "select", "unsqueeze", "squeeze", "expand", "detach", "clone", "flatten",
-    "unflatten", "swapaxes", "swapdims", "adjoint", "getitem", "__getitem__", "getattr", "slice", "alias", "_to_copy",
-    "_unsafe_view", "numpy_T", "mT", "T", "tensor_split", "movedim", "moveaxis", "split_with_sizes", "to_sparse",
-    "to_sparse_coo", "to_sparse_csr", "to_sparse_csc", "to_sparse_bsr", "to_sparse_bsc", "_to_sparse",
+    "t", "transpose", "permute", "view", "reshape", "contiguous", "to", "float", "half", "bfloat16", "double", "type",
+    "type_as", "cpu", "cuda", "chunk", "split", "unbind", "narrow", "select", "unsqueeze", "squeeze", "expand",
+    "detach", "clone", "flatten", "ravel", "unflatten", "swapaxes", "swapdims", "adjoint", "getitem", "__getitem__",
+    "getattr", "slice", "alias", "_to_copy", "_unsafe_view", "numpy_T", "mT", "T", "matrix_H", "mH", "tensor_split",
+    "hsplit", "vsplit", "unsafe_chunk", "unsafe_split", "movedim", "moveaxis", "split_with_sizes", "view_as",
+    "reshape_as", "expand_as", "broadcast_to", "_get_data_attr", "requires_grad_", "pos", "positive", "conj",
+    "resolve_conj", "to_dense", "to_sparse", "to_sparse_coo", "to_sparse_csr", "to_sparse_csc", "to_sparse_bsr",
+    "to_sparse_bsc", "_to_sparse",
 })  # fmt: skip
 
 
@@ -184,7 +187,8 @@ PRODUCER = "fp4graph_producer"
 SHAPE = "fp4graph_shape"
 #: Views that may exchange the axes of a matrix.
 _TRANSPOSITIONS = frozenset({
-    "t", "transpose", "numpy_T", "mT", "T", "adjoint", "swapaxes", "swapdims", "permute", "movedim", "moveaxis",
+    "t", "transpose", "numpy_T", "mT", "T", "adjoint", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "H",
+    "matrix_H", "mH",
 })  # fmt: skip
 
 
@@ -208,9 +212,10 @@ def transposes(views: tuple[Node, ...]) -> bool:
 
 
 #: Views that keep the places of the numbers.
-_IN_PLACE = frozenset(
-    {"contiguous", "to", "float", "half", "bfloat16", "type_as", "detach", "clone", "alias", "_to_copy"}
-)
+_IN_PLACE = frozenset({
+    "contiguous", "to", "float", "half", "bfloat16", "double", "type", "type_as", "cpu", "cuda", "detach", "clone",
+    "alias", "_to_copy", "_get_data_attr", "requires_grad_", "pos", "positive", "conj", "resolve_conj", "to_dense",
+})  # fmt: skip
 
 
 def shown_part(views: tuple[Node, ...], factor: Node, by_columns: bool, transposed: bool) -> tuple[range, range] | None:

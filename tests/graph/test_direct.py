@@ -77,3 +77,38 @@ def test_the_state_of_picked_rows_is_picked_alike():
         with torch.compiler.set_stance(stance):
             results.append(train(model, prepared(model), batches))
     assert_equal(*results)
+
+
+#: Views and casts of a weight ``[16, 32]``, each with a function that makes ``[32, 16]`` of it, in the dtype of x.
+SHOWN = {
+    "type": lambda w, x: w.bfloat16().type(x.dtype).t(),
+    "double": lambda w, x: w.double().type_as(x).t(),
+    "data": lambda w, x: w.data.t(),
+    "H": lambda w, x: w.H,
+    "mH": lambda w, x: w.mH,
+    "ravel": lambda w, x: w.t().ravel().view(32, 16),
+    "view_as": lambda w, x: w.t().reshape(16, 32).view_as(torch.empty(32, 16)),
+    "reshape_as": lambda w, x: w.t().flatten().reshape_as(torch.empty(32, 16)),
+    "expand_as": lambda w, x: w.t().expand_as(torch.empty(32, 16)),
+    "broadcast_to": lambda w, x: w.t().broadcast_to(32, 16),
+    "vsplit": lambda w, x: w.vsplit(1)[0].t(),
+    "cpu": lambda w, x: w.cpu().t(),
+    "+": lambda w, x: (+w).t(),
+}
+
+
+@uncompiled
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_weight_is_known_through_its_views_and_casts(name):
+    class Shows(Samples):
+        def forward(self, x):
+            return self.first(x) @ SHOWN[name](self.head.weight, x)
+
+    results = []
+    for stance in ("default", "force_eager"):
+        model = applied(Shows(), one_rule({"q_ema": {"beta": 0.9}}), total_forwards=9)
+        with torch.compiler.set_stance(stance):
+            results.append(train(model, prepared(model), [(torch.ones(4, 32) / 3,)] * 2))
+        sites = runtime_of(model).sites
+        assert [(site.module, site.op) for site in sites] == [("first", "linear"), ("head", "linear")]
+    assert_equal(*results)
