@@ -216,7 +216,8 @@ def convolution(
 
     ``Y[l, o] = Σ_k A[l, k] · W[o, k] + bias[o]``: l counts images and places of the output; k counts the input channels
     of o's group and the places under the kernel, its last axis fastest. Shapes: input ``[B, C, *S]`` or ``[C, *S]``,
-    weight ``[O, C/groups, *kernel]``, and A ``[B·L, C/groups·|kernel|]``, which is written to memory.
+    weight ``[O, C/groups, *kernel]``, and A ``[B·L, C/groups·|kernel|]``, which is written to memory. The result has
+    the dtype of torch's convolution, and its layout where the input and the weight are contiguous.
     """
     axes = weight.dim() - 2
     if input.dim() == axes + 1:
@@ -240,8 +241,14 @@ def convolution(
         a = patches.reshape(batch, groups, length, count).permute(1, 0, 3, 2).reshape(groups, batch * count, length)
         product = torch.matmul(a, weight.reshape(groups, outputs // groups, length).mT)  # [groups, B·L, O/groups]
         y = product.reshape(groups, batch, count, outputs // groups).permute(1, 0, 3, 2).reshape(batch, outputs, count)
-        y = y if bias is None else y + bias[:, None]
-    return y.reshape(batch, outputs, *places)
+        y = y if bias is None else y + bias[:, None].to(y.dtype)  # under autocast y has another dtype than the bias
+    y = y.reshape(batch, outputs, *places)
+    return y if any(map(_is_channels_last, (input, weight))) else y.contiguous()
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    """Return whether the channels of ``x [B, C, H, W]`` lie side by side in memory, as torch then writes the output."""
+    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
 def convolution_sizes(node: Node) -> tuple[int | None, int | None, int | None]:

@@ -55,6 +55,32 @@ def test_a_convolution_is_a_product_of_patches(case):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case != "one image"])
+def test_the_result_has_the_dtype_and_the_layout_of_torchs(case):
+    function, tensors, options = factors(case)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, y = (convolve(*tensors, **options) for convolve in (function, convolution))
+    assert (y.dtype, y.stride()) == (expected.dtype, expected.stride())
+
+
+class Flattens(nn.Module):
+    """A convolutional network that flattens by ``view``, as LeNet does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8 * 3 * 3, 4)
+
+    def forward(self, x):
+        return self.head(F.max_pool2d(self.conv(x).relu(), 2).view(x.shape[0], -1))
+
+
+@uncompiled
+@stances
+def test_a_view_of_the_result_is_possible_where_torchs_is(stance):
+    with torch.compiler.set_stance(stance):
+        assert applied(Flattens(), CONV)(IMAGES).shape == (2, 4)
+
+
 def by_hand(x, w, b, dy, options):
     """Compute y, dX and dW of a quantized convolution, one patch at a time: every sum runs over explicit indices.
 
