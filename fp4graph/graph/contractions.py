@@ -20,8 +20,27 @@ from fp4graph.graph.products import value_of
 def einsum_as_matmul(node: Node) -> Callable[..., Tensor] | None:
     """Return a function that computes the einsum at ``node`` as matmuls of permuted operands; None if impossible.
 
-    More than two operands are multiplied in pairs, in the order that torch's own einsum takes.
+    More than two operands are multiplied in pairs, in the order that torch's own einsum takes. The result is contiguous
+    where torch's is, so that a view of it works.
     """
+    function = _as_matmuls(node)
+    if function is None or not _is_contiguous(node):
+        return function
+    return lambda *args, **kwargs: function(*args, **kwargs).contiguous()
+
+
+def _is_contiguous(node: Node) -> bool:
+    """Return whether torch's result of the einsum at ``node``, whose operands have values, is contiguous."""
+    result = value_of(node)
+    if result is None:  # a node without a graph, before it runs
+        written, operands = einsum_operands(node)
+        values = [value for operand in operands if (value := value_of(operand)) is not None]
+        result = torch.einsum(written, *(torch.empty_like(value, device="meta") for value in values))
+    return result.is_contiguous()
+
+
+def _as_matmuls(node: Node) -> Callable[..., Tensor] | None:
+    """Return :func:`einsum_as_matmul`, whose result may have another layout."""
     written, operands = einsum_operands(node)
     values = [value_of(operand) for operand in operands]
     if not isinstance(written, str) or len(operands) < 2 or any(value is None for value in values):

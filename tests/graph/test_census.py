@@ -325,6 +325,16 @@ def test_a_call_by_keyword_is_read_as_the_call_by_position():
         assert all(map(torch.equal, outputs[0], other))
 
 
+@uncompiled
+@stances
+@pytest.mark.parametrize("equation", ["ed,btd->bte", "btd,ed->tbe", "btd,ed->bet", "btd,ed->bte"])
+def test_the_result_of_an_einsum_is_contiguous_where_torchs_is(equation, stance):
+    order = equation.startswith("ed")
+    model = Called(lambda x, w: torch.einsum(equation, *((w, x) if order else (x, w))), 24, 16)
+    x = torch.randn(4, 8, 16)
+    assert output(model, EVERYTHING, x, stance).is_contiguous() == model(x).is_contiguous()
+
+
 def test_without_opt_einsum_the_products_of_an_einsum_go_from_left_to_right():
     """torch multiplies in this order too, and not in that of fewest FLOPs."""
     torch.manual_seed(0)
