@@ -29,10 +29,13 @@ _SHOWS_HEAD = ("get_output_embeddings", "get_classifier")
 CHOICES: frozenset[Any] = frozenset({torch.topk, "topk"})
 #: Key in a node's meta data: whether its product has fewer outputs than inputs; set where the factors will be gone.
 NARROWS = "fp4graph_narrows"
-#: Operations between a router's product and the choice, beside views and casts.
+#: Operations between a router's product and the choice, beside views and casts: functions and arithmetic, of which each
+#: operator has the names of Python, of torch and of its methods.
 _BETWEEN = frozenset({
-    "softmax", "log_softmax", "sigmoid", "softplus", "add", "iadd", "add_", "sub", "mul", "imul", "mul_", "truediv",
-    "div", "tanh", "masked_fill", "where", "clamp", "dropout",
+    "softmax", "log_softmax", "sigmoid", "softplus", "tanh", "sqrt", "masked_fill", "masked_fill_", "where", "clamp",
+    "clamp_", "dropout", "add", "iadd", "add_", "sub", "isub", "sub_", "subtract", "rsub", "__rsub__", "mul", "imul",
+    "mul_", "multiply", "truediv", "itruediv", "true_divide", "div", "div_", "divide", "__rdiv__", "neg", "negative",
+    "pow",
 })  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -115,6 +117,38 @@ def test_a_router_that_only_the_graph_shows_trains_in_high_precision(choose):
         return y
 
     train(model, prepared(model), [(X,)] * 3, run)
+
+
+def in_place(operation):
+    return lambda logits: operation(logits.clone())
+
+
+#: Arithmetic on logits, in the spellings that Dynamo or torch name differently.
+ARITHMETIC = [
+    lambda x: x / 2,
+    lambda x: 2 - x,
+    lambda x: 1 / x,
+    lambda x: -x,
+    lambda x: x**2,
+    lambda x: torch.subtract(x, 1),
+    lambda x: torch.rsub(x, 1),
+    lambda x: torch.multiply(x, 2),
+    lambda x: torch.divide(x, 2),
+    lambda x: F.softplus(x).sqrt(),  # DeepSeek-V4
+    in_place(lambda x: operator.itruediv(x, 2)),
+    in_place(lambda x: operator.isub(x, 2)),
+    in_place(lambda x: x.div_(2)),
+    in_place(lambda x: x.masked_fill_(x > 1, 0.0)),
+]
+
+
+@uncompiled
+@pytest.mark.parametrize("number", range(len(ARITHMETIC)))
+def test_a_router_is_found_behind_arithmetic_on_its_logits(number):
+    mixture = Mixture("pick", lambda logits: top_k_then_softmax(ARITHMETIC[number](logits)))
+    assert kept(fp4graph.explain(mixture, EVERY_LINEAR, (X,))).keys() == {"pick"}
+    with torch.compiler.set_stance("force_eager"), pytest.raises(CaptureError, match=r"pick.*by top-k"):
+        applied(mixture, EVERY_LINEAR)(X)
 
 
 class Predicts(Model):
