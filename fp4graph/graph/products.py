@@ -266,6 +266,10 @@ def _shape(node: Any) -> tuple[Any, ...]:
     return node.meta[SHAPE] if value is None else tuple(value.shape)
 
 
+#: The names of x·y: torch's, Python's, and those that write into x.
+_TIMES = frozenset({"mul", "multiply", "imul", "mul_"})
+
+
 def producer_of(node: Node) -> str | None:
     """Return the name of the operation that computed ``node``, before views, casts, picks of rows and dropout;
     "swiglu" for silu(x)·y."""
@@ -273,7 +277,8 @@ def producer_of(node: Node) -> str | None:
         node = source
     if node.op == "placeholder":
         return node.meta.get(PRODUCER)
-    if name_of(node) == "mul" and any(isinstance(arg, Node) and name_of(arg) == "silu" for arg in node.args):
+    factors = (origin(arg)[0] for arg in node.args if isinstance(arg, Node))
+    if name_of(node) in _TIMES and any(name_of(factor) == "silu" for factor in factors):
         return "swiglu"
     name = name_of(node)
     return "sdpa" if name == "scaled_dot_product_attention" else name

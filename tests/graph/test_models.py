@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import timm
 import torch
@@ -115,6 +117,10 @@ PRODUCERS = [
     ("silu", F.silu),
     ("swiglu", lambda x: F.silu(x) * x.flip(1)),
     ("swiglu", lambda x: x.flip(1) * F.silu(x)),
+    ("swiglu", lambda x: F.silu(x.bfloat16()).type_as(x) * x.flip(1)),
+    ("swiglu", lambda x: F.silu(x).mul_(x.flip(1))),
+    ("swiglu", lambda x: operator.imul(F.silu(x), x.flip(1))),
+    ("swiglu", lambda x: torch.multiply(F.silu(x), x.flip(1))),
     ("sdpa", lambda x: F.scaled_dot_product_attention(x, x, x)),
 ]
 
