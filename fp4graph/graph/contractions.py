@@ -216,6 +216,18 @@ def addbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, al
     return torch.addmm(input, left, right, beta=beta, alpha=alpha)
 
 
+def scaled_at_run_time(node: Node) -> Callable[..., Tensor] | None:
+    """Return a function that computes the addmm at ``node`` as a product, a multiplication and a sum if the graph
+    computes alpha or beta, of a size that changes; else None, because a site takes numbers."""
+    factors = (node.kwargs.get(name) for name in ("alpha", "beta"))
+    return _addmm_in_steps if any(isinstance(factor, Node) for factor in factors) else None
+
+
+def _addmm_in_steps(input: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    y: Tensor = torch.matmul(a, b) * alpha
+    return y if isinstance(beta, int | float) and beta == 0 else y + (input * beta).to(y.dtype)
+
+
 def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute ``y_n = Σ_ij x1_i W_nij x2_j + bias_n`` as a linear layer of the products x1_i x2_j."""
     products = (input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2)

@@ -325,6 +325,33 @@ def test_a_call_by_keyword_is_read_as_the_call_by_position():
         assert all(map(torch.equal, outputs[0], other))
 
 
+#: Calls of addmm and baddbmm with an alpha or beta of a size that changes.
+OF_SIZES = {
+    "a size": (lambda x, w: torch.addmm(w[0], x, w, alpha=x.shape[0]), (16, 24)),
+    "its root": (lambda x, w: torch.addmm(w[0], x, w, beta=0.5, alpha=x.shape[0] ** -0.5), (16, 24)),
+    "beta": (lambda x, w: torch.addmm(w[0], x, w, beta=x.shape[0], alpha=2.0), (16, 24)),
+    "the weight first": (lambda x, w: torch.addmm(w[:, :1], w, x.mT, alpha=x.shape[0]), (24, 16)),
+    "activations": (lambda x, w: torch.baddbmm(x[None] @ x.mT, x[None], x.mT[None], alpha=1 / x.shape[0]), ()),
+}
+
+
+@uncompiled
+@pytest.mark.parametrize("name", OF_SIZES)
+def test_a_product_may_be_scaled_by_a_size_that_changes(name):
+    function, shape = OF_SIZES[name]
+    torch.manual_seed(0)
+    model, batches = Called(function, *shape), [torch.randn(n, 16).requires_grad_() for n in (4, 5, 6, 7)]
+    results = []
+    for stance in ("default", "force_eager"):
+        applied(model, EVERYTHING)
+        with torch.compiler.set_stance(stance):
+            outputs = [model(x) for x in batches]
+        results.append([*outputs, *torch.autograd.grad(sum(y.square().sum() for y in outputs), batches)])
+        assert all(site.quantized for site in runtime_of(model).sites)
+        fp4graph.remove(model)
+    assert all(map(torch.equal, *results))
+
+
 @uncompiled
 @stances
 @pytest.mark.parametrize("equation", ["ed,btd->bte", "btd,ed->tbe", "btd,ed->bet", "btd,ed->bte"])
