@@ -73,6 +73,8 @@ def _site_function(
         if b.dim() == 2:
             # All leading axes become one axis of tokens: blocks of the weight gradient's GEMM run along it.
             flat = a.flatten(0, -2) if a.dim() > 2 else a.unsqueeze(0) if a.dim() == 1 else a
+            if addend is not None and addend.dim() > 1 and a.dim() > 2:  # an operator of a library adds a residual
+                addend = addend.expand(*a.shape[:-1], addend.shape[-1]).flatten(0, -2)
             y = quantized_matmul(program, flat, b, addend, key, step, state, site, alpha=alpha, beta=beta)
             y = y.reshape(*a.shape[:-1], b.shape[0])
         else:

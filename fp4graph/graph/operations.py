@@ -125,6 +125,10 @@ def _of_plugin(offer: ProductOperation) -> Operation:
                 raise TypeError(
                     "a, b and addend of the Factors must be tensor arguments of the call, as they were given"
                 )
+            if not all(isinstance(factor, int | float) for factor in (factors.alpha, factors.beta)):
+                raise TypeError(
+                    "alpha and beta must be numbers; multiply by a tensor, or by a size, outside of the call"
+                )
             if factors.form not in ("linear", "matmul"):
                 raise ValueError(f"form is 'linear' or 'matmul'; got {factors.form!r}")
         except Exception as error:  # a bug of the plugin

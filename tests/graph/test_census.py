@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from functools import partial
 
 import pytest
 import timm
@@ -423,6 +424,23 @@ def taught(monkeypatch, read):
     monkeypatch.setattr(operations, "default_registry", lambda: found)
 
 
+@torch.library.custom_op("fp4graph_tests::and_add", mutates_args=())
+def product_and_sum_of_a_library(a: torch.Tensor, b: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
+    return a @ b + addend
+
+
+@product_and_sum_of_a_library.register_fake
+def _(a, b, addend):
+    return a @ b + addend
+
+
+def taught_addition(monkeypatch):
+    read = partial(Factors, form="matmul")
+    operation = ProductOperation("fp4graph_tests::and_add", lambda a, b, addend: read(a, b, addend=addend))
+    found = Registry([("its plugin", offering(products=[operation]))], entry_point_group=None)
+    monkeypatch.setattr(operations, "default_registry", lambda: found)
+
+
 @uncompiled
 @stances
 @pytest.mark.parametrize("form", ["matmul", "linear"])
@@ -436,6 +454,26 @@ def test_a_plugin_teaches_the_pass_an_operation(monkeypatch, form, stance):
     assert torch.equal(output(model, EVERYTHING, x, stance), expected)
 
 
+#: The addends of a product with ``x [2, 4, 16]``.
+ADDENDS = [(2, 4, 16), (4, 16), (1, 1, 16), (2, 1, 16), (4, 1), (1, 16), (16,), ()]
+
+
+@uncompiled
+@stances
+@pytest.mark.parametrize("shape", ADDENDS, ids=str)
+def test_a_plugin_may_add_a_tensor_that_broadcasts_to_the_product(monkeypatch, shape, stance):
+    """A fused linear layer adds the residual stream."""
+    x, addend = torch.randn(2, 4, 16), torch.randn(shape).requires_grad_()
+    taught_addition(monkeypatch)
+    model = Called(lambda x, w: product_and_sum_of_a_library(x, w, addend), 16, 16)
+    y = output(model, EVERYTHING, x, stance)
+    model.function = torch.matmul
+    without = output(model, EVERYTHING, x, stance)
+    torch.testing.assert_close(y, without + addend)
+    dy = torch.randn_like(y)
+    torch.testing.assert_close(*(torch.autograd.grad(z, addend, dy)[0] for z in (y, without.detach() + addend)))
+
+
 @pytest.mark.parametrize(
     ("read", "message"),
     [
@@ -443,6 +481,7 @@ def test_a_plugin_teaches_the_pass_an_operation(monkeypatch, form, stance):
         (lambda a, b: Factors(a, None), "TypeError: a, b and addend"),
         (lambda a: a, "TypeError: .*takes 1 positional argument"),
         (lambda a, b: Factors(a, b, "conv"), "ValueError: form is"),
+        (lambda a, b: Factors(a, b, alpha=b), "TypeError: alpha and beta"),
     ],
 )
 def test_an_error_in_a_reader_of_a_plugin_names_the_plugin(monkeypatch, read, message):
