@@ -229,9 +229,12 @@ def _addmm_in_steps(input: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha
 
 
 def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``y_n = Σ_ij x1_i W_nij x2_j + bias_n`` as a linear layer of the products x1_i x2_j."""
+    """Compute ``y_n = Σ_ij x1_i W_nij x2_j + bias_n`` as a linear layer of the products x1_i x2_j.
+
+    Like torch's, the result has the dtype of the inputs under autocast too, which does not cast bilinear layers.
+    """
     products = (input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2)
-    return F.linear(products, weight.flatten(1), bias)
+    return F.linear(products, weight.flatten(1), bias).to(products.dtype)
 
 
 def convolution(

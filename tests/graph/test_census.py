@@ -376,6 +376,17 @@ def test_without_opt_einsum_the_products_of_an_einsum_go_from_left_to_right():
     assert explanation.flops == 3 * 2 * 4 * 8 * 16 * 24
 
 
+@uncompiled
+@stances
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+@pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
+def test_what_is_written_out_has_torchs_dtype_under_autocast(name, stance):
+    function, shape, _ = WRITTEN_OUT[name]
+    model, x = Called(function, *shape), torch.randn(4, 8, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert output(model, EVERYTHING, x, stance).dtype is model(x).dtype
+
+
 def test_a_tensordot_that_sums_all_of_an_operand_is_not_written_out():
     for function in (lambda x, w: torch.tensordot(x, w, ([1, 2], [0, 1])), lambda x, w: torch.tensordot(w, x[0])):
         explanation = fp4graph.explain(Called(function, 8, 16), EVERYTHING, (torch.randn(4, 8, 16),))
