@@ -221,7 +221,8 @@ TABLE: Mapping[Any, Operation] = {
     for keys, operation in [
         # two factors
         (_spelled("linear"), Operation(read=products.linear)),
-        ((*_spelled("matmul", "mm", "bmm"), operator.matmul, "__matmul__"), Operation(read=products.matmul)),
+        ((*_spelled("matmul", "mm", "bmm"), operator.matmul, "__matmul__", operator.imatmul),  # x @= w makes a new x
+         Operation(read=products.matmul)),
         (("__rmatmul__",), Operation(read=products.reversed_matmul)),
         (_spelled("addmm", "baddbmm"),
          Operation(read=products.addmm, opened=contractions.scaled_at_run_time, asks=lambda _: "product")),
