@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from fp4graph.errors import NonFiniteError
 from fp4graph.graph.names import Names
 from fp4graph.graph.nested import nested
+from fp4graph.graph.writes import writes
 
 
 class Watch:
@@ -47,10 +48,14 @@ class Watcher(Interpreter):
         self._handles = handles
         self._suspects: list[Node] = []
         self._tainted: set[Node] = set()
+        self._writers: dict[
+            Node, Node
+        ] = {}  # nodes with values that became NaN or Inf by a write, and the writing nodes
+        self._repaired: set[Node] = set()
 
     def __call__(self, *args: Any) -> Any:
         """Run one forward."""
-        self._suspects, self._tainted = [], set()
+        self._suspects, self._tainted, self._writers, self._repaired = [], set(), {}, set()
         result = self.run(*args)
         self._check_result(self.graph.output_node())  # run() adds a traceback to the errors of nodes
         return result
@@ -60,17 +65,29 @@ class Watcher(Interpreter):
         result = super().run_node(n)
         if n.op == "output":
             return result
-        if not all(map(_finite, _floats(result))):
-            if not any(parent in self._tainted for parent in n.all_input_nodes):
+        from_finite = not any(map(self._is_tainted, n.all_input_nodes))
+        changed = self._after_write() if writes(n) else set()
+        if changed or not all(map(_finite, _floats(result))):
+            if from_finite:
                 self._suspects.append(n)
-            self._tainted.add(n)
+            self._tainted |= {n, *changed}
+            self._writers |= dict.fromkeys(changed, n)
         for tensor in _floats(result):
             if tensor.requires_grad:
                 self._handles.append(tensor.register_hook(self._gradient_hook(n)))  # type: ignore[no-untyped-call]
         return result
 
+    def _is_tainted(self, node: Node) -> bool:
+        return node in self._tainted and node not in self._repaired
+
+    def _after_write(self) -> set[Node]:
+        """Return the nodes whose values a write has made NaN or Inf; note those that it has made finite again."""
+        finite = {node: all(map(_finite, _floats(value))) for node, value in self.env.items()}
+        self._repaired = {node for node in self._tainted if finite.get(node, node in self._repaired)}
+        return {node for node, is_finite in finite.items() if not is_finite and node not in self._tainted}
+
     def _check_result(self, output: Node) -> None:
-        if not any(parent in self._tainted for parent in output.all_input_nodes):
+        if not any(map(self._is_tainted, output.all_input_nodes)):
             return
         ancestors = self._tainted_ancestors(output)
         origin = next(node for node in self._suspects if node in ancestors)
@@ -83,7 +100,9 @@ class Watcher(Interpreter):
         ancestors: set[Node] = set()
         waiting = [node]
         while waiting:
-            parents = {parent for parent in waiting.pop().all_input_nodes if parent in self._tainted} - ancestors
+            node = waiting.pop()
+            sources = {*node.all_input_nodes, self._writers.get(node, node)}
+            parents = (sources & self._tainted) - ancestors
             ancestors |= parents
             waiting += parents
         return ancestors

@@ -72,3 +72,33 @@ def test_the_place_where_nan_or_inf_arises_is_named(cause):
         step(model, X)
     assert fnmatchcase(caught.value.site, site)  # Dynamo names the input
     assert str(caught.value) == f"{caught.value.site}: {caught.value.message}"  # without FX's traceback
+
+
+def item(h):
+    h[0] = torch.nan
+    return h
+
+
+#: Activations that write into their argument, and the operation that makes NaN or Inf, or None.
+WRITES = {
+    "an item": (item, "setitem"),
+    "the tensor": (lambda h: (h.masked_fill_(h > -1e9, torch.nan), h)[1], "masked_fill_"),
+    "a view": (lambda h: (h.view(-1).fill_(torch.inf), h)[1], "fill_"),
+    "repaired": (lambda h: (z := h / 0, z.nan_to_num_(0.0, 0.0, 0.0), z)[2], None),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("multiplied", [True, False])
+def test_a_write_into_a_tensor_is_named_and_may_repair_it(name, multiplied):
+    activation, operation = WRITES[name]
+    model = Mlp(32, 32, 32, lambda h: activation(h * 1))
+    if not multiplied:  # the tensor that was written is the output
+        model.second = torch.nn.Identity()
+    applied(model, POLICY)
+    with fp4graph.detect_nonfinite(model):
+        if operation is None:
+            assert model(X).isfinite().all()
+            return
+        with pytest.raises(fp4graph.NonFiniteError, match=rf"^\(root\) \({operation}\), forward: it made"):
+            model(X)
