@@ -22,8 +22,9 @@ from fp4graph.numerics.declare import operator
 
 def _refuse(*args: object) -> None:
     raise UncompiledError(
-        "a module that fp4graph.apply prepared was compiled by another torch.compile backend, which would run it in "
-        "high precision; call the applied model, or fp4graph.remove(model) first"
+        "a module that fp4graph.apply prepared was compiled by another torch.compile backend, or called in a branch of "
+        "torch.cond or the like, which is not rewritten; it would run in high precision. Call the applied model, or "
+        "fp4graph.remove(model) first; in a branch, keep the module by a rule that names it"
     )
 
 

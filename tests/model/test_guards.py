@@ -413,3 +413,23 @@ def test_importing_initializes_no_cuda_and_loads_no_plugin():
         "assert fp4graph.QuantSpec and fp4graph.formats.E2M1.max == 6.0"
     )
     run(python("-c", code))
+
+
+class Branches(nn.Module):
+    """Calls one of two layers by ``torch.cond``."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.last = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x):
+        return self.last(torch.cond(x.sum() > 0, lambda x: self.one(x), lambda x: self.two(x), (x,)))
+
+
+@pytest.mark.slow
+def test_a_layer_in_a_branch_is_an_error_until_a_rule_keeps_it():
+    with pytest.raises(Exception, match=r"a branch of torch\.cond .*keep the module by a rule"):
+        applied(Branches(), one_rule())(torch.randn(4, 32))
+    policy = one_rule()
+    policy["rules"].insert(0, {"name": "branches", "match": {"module": ["one", "two"]}, "keep": "in branches"})
+    assert applied(Branches(), policy)(torch.randn(4, 32)).shape == (4, 32)
