@@ -6,7 +6,7 @@ holds the count of forwards. No module is added: ``children()``, ``modules()`` a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import torch
@@ -211,19 +211,23 @@ class State:
             self.module._buffers[KEY] = key = noise.make_key("site", self.fqn, device=device)
         self._version_of_key = key._version
 
-    def load(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+    def load(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
         """Override the module's ``_load_from_state_dict``: read former layouts, and give entries that ``state_dict``
-        lacks their initial values for the loaded weights."""
+        lacks their initial values for the loaded weights. ``state_dict`` is changed in place, as hooks of the module
+        change it that rename the keys of children."""
         local_metadata, strict, missing, *errors = args
         present, count = from_former(state_dict)
+        state_dict.clear()
+        state_dict.update(present)
         entries = {f"{prefix}{name}": buffer for name, buffer in self.buffers.items()}
         absent: list[str] = []
-        type(self.module)._load_from_state_dict(self.module, present, prefix, local_metadata, strict, absent, *errors)
+        kind = type(self.module)
+        kind._load_from_state_dict(self.module, state_dict, prefix, local_metadata, strict, absent, *errors)
         missing.extend(key for key in absent if key not in entries)
         for name in self._weights:
             if f"{prefix}{name}" in absent:
                 self._reset(name)
-        self.loaded |= any(key in present and not _share(present[key], buffer) for key, buffer in entries.items())
+        self.loaded |= any(key in state_dict and not _share(state_dict[key], buffer) for key, buffer in entries.items())
         self._loaded_count(count)
 
     def _loaded_count(self, count: int | None) -> None:

@@ -96,6 +96,19 @@ def test_entries_of_former_layouts_load_and_are_stripped(former) -> None:
     assert fp4graph.strip(saved).keys() == fp4graph.strip(model.state_dict()).keys() == sequence().state_dict().keys()
 
 
+def test_hooks_that_rename_keys_of_children_work_in_an_applied_model() -> None:
+    def rename(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
+        for key in [key for key in state_dict if key.startswith(f"{prefix}old.")]:
+            state_dict[key.replace("old.", "0.")] = state_dict.pop(key)
+
+    model = sequence()
+    model.register_load_state_dict_pre_hook(rename)
+    applied(model, one_rule(techniques=["q_ema"]))
+    saved = {key.replace("0.", "old."): value + 1 for key, value in sequence().state_dict().items()}
+    model.load_state_dict(saved)
+    assert torch.equal(model[0].weight, saved["old.weight"])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, None], ids=str)
 def test_conversions_leave_state_as_it_is(dtype) -> None:
     model = averaged()
