@@ -224,8 +224,9 @@ class State:
         kind = type(self.module)
         kind._load_from_state_dict(self.module, state_dict, prefix, local_metadata, strict, absent, *errors)
         missing.extend(key for key in absent if key not in entries)
-        for name in self._weights:
-            if f"{prefix}{name}" in absent:
+        loaded = {id(x) for name, x in self.module._parameters.items() if f"{prefix}{name}" in state_dict}
+        for name, (_, weight) in self._weights.items():
+            if f"{prefix}{name}" in absent and id(weight()) in loaded:
                 self._reset(name)
         self.loaded |= any(key in state_dict and not _share(state_dict[key], buffer) for key, buffer in entries.items())
         self._loaded_count(count)

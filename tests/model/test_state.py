@@ -109,6 +109,14 @@ def test_hooks_that_rename_keys_of_children_work_in_an_applied_model() -> None:
     assert torch.equal(model[0].weight, saved["old.weight"])
 
 
+def test_loading_other_weights_leaves_state_as_it_is() -> None:
+    model = averaged()
+    model.load_state_dict(model.state_dict() | {"0._fp4graph_q_ema_weight": torch.full((32, 32), 3.0)})
+    model.load_state_dict({"2.weight": torch.ones(32, 32)}, strict=False)
+    assert torch.equal(model[0]._fp4graph_q_ema_weight, torch.full((32, 32), 3.0))
+    assert torch.equal(model[2]._fp4graph_q_ema_weight, torch.ones(32, 32))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, None], ids=str)
 def test_conversions_leave_state_as_it_is(dtype) -> None:
     model = averaged()
