@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -60,6 +61,7 @@ def apply_with_accelerate(
     scaler = grad_scaler(model)
     if scaler.is_enabled() and accelerator.scaler is None:
         accelerator.scaler = scaler  # accelerator.backward() and the prepared optimizer use it
+        accelerator.unscale_gradients = partial(_unscale, accelerator)  # clip_grad_norm_() calls it
 
     def is_here(models: list[nn.Module]) -> bool:
         return any(accelerator.unwrap_model(prepared) is model for prepared in models)
@@ -75,3 +77,12 @@ def apply_with_accelerate(
     accelerator.register_save_state_pre_hook(before_saving)
     accelerator.register_load_state_pre_hook(before_loading)
     return model
+
+
+def _unscale(accelerator: Accelerator, optimizer: Any = None) -> None:
+    """Replace ``Accelerator.unscale_gradients``, which does nothing unless the precision is fp16."""
+    from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
+
+    given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    for each in accelerator._optimizers if optimizer is None else given:
+        accelerator.scaler.unscale_(each.optimizer if isinstance(each, AcceleratedOptimizer) else each)

@@ -15,6 +15,7 @@ pytest.importorskip("transformers", reason="install fp4graph[hf]")
 import accelerate
 
 from fp4graph.integrations import apply_with_accelerate
+from tests.helpers.policies import one_rule
 from tests.helpers.steps import differences
 
 pytestmark = pytest.mark.slow
@@ -91,3 +92,19 @@ def test_a_prepared_model_or_optimizer_is_refused(llama):
     for arguments in ((prepared, wrapped), (llama(), wrapped)):
         with pytest.raises(fp4graph.Error, match=r"before accelerator\.prepare\(\)"):
             apply_with_accelerate(accelerator, *arguments, "tetrajet")
+
+
+def test_a_scaled_loss_is_unscaled_before_gradients_are_clipped():
+    norms = []
+    for techniques in ([], [{"loss_scaling": {"init_scale": 1024.0}}]):
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator, (model, x) = accelerate.Accelerator(cpu=True), (torch.nn.Linear(32, 32), torch.ones(4, 32))
+        model.load_state_dict({"weight": torch.eye(32), "bias": torch.zeros(32)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        apply_with_accelerate(accelerator, model, optimizer, one_rule(techniques=techniques), backend="eager")
+        model, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.backward(model(x).square().sum())
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        norms.append((model.weight - torch.eye(32)).norm())
+    assert torch.allclose(torch.stack(norms[:2]), torch.stack(norms[2:]))
