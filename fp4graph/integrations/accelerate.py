@@ -12,6 +12,7 @@ from torch import nn
 
 from fp4graph.errors import Error
 from fp4graph.model.api import apply
+from fp4graph.model.runtime import runtime_of
 from fp4graph.policy import Policy
 from fp4graph.training import grad_scaler, prepare_optimizer
 from fp4graph.training.origin import check_origin, write_origin
@@ -43,7 +44,7 @@ def apply_with_accelerate(
 
     Prepare model and optimizer in place, let the accelerator scale the loss if the policy requires it, and return
     ``model``. ``accelerator.save_state`` and ``load_state`` work unchanged: the techniques' state is in the model's
-    file, and the policy is in ``fp4graph.json`` in the same folder.
+    file, and the policy is in ``fp4graph.json`` in the same folder (of a second applied model in ``fp4graph_1.json``).
 
     ``same_policy=False`` lets ``load_state`` read a state that was saved under another policy. The other keyword
     arguments are those of :func:`fp4graph.apply`.
@@ -63,16 +64,19 @@ def apply_with_accelerate(
         accelerator.scaler = scaler  # accelerator.backward() and the prepared optimizer use it
         accelerator.unscale_gradients = partial(_unscale, accelerator)  # clip_grad_norm_() calls it
 
-    def is_here(models: list[nn.Module]) -> bool:
-        return any(accelerator.unwrap_model(prepared) is model for prepared in models)
+    def number_in(models: list[nn.Module]) -> int | None:
+        """Return the place of ``model`` among the applied models, or None if the state does not hold it."""
+        plain = map(accelerator.unwrap_model, models)
+        applied = [each for each in plain if each is model or runtime_of(each) is not None]
+        return next((number for number, each in enumerate(applied) if each is model), None)
 
     def before_saving(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
-        if is_here(models) and accelerator.is_main_process:
-            write_origin(folder, model)
+        if (number := number_in(models)) is not None and accelerator.is_main_process:
+            write_origin(folder, model, number)
 
     def before_loading(models: list[nn.Module], folder: str) -> None:
-        if is_here(models) and same_policy:
-            check_origin(folder, model)
+        if (number := number_in(models)) is not None and same_policy:
+            check_origin(folder, model, number)
 
     accelerator.register_save_state_pre_hook(before_saving)
     accelerator.register_load_state_pre_hook(before_loading)

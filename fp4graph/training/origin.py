@@ -15,8 +15,6 @@ from fp4graph.errors import Error
 from fp4graph.files import read_json, write
 from fp4graph.model.runtime import Runtime, runtime_of
 
-#: The file, in a folder of saved state, that holds the policy under which the state was written.
-POLICY_FILE = "fp4graph.json"
 _SHOWN = 12  # lines of a difference
 
 
@@ -87,14 +85,20 @@ def check_policy(source: str, saved: Mapping[str, Any] | None, module: nn.Module
         )
 
 
-def write_origin(folder: str | PathLike[str], module: nn.Module) -> None:
-    """Write the result of :func:`written_under` beside the state in ``folder``."""
-    write(Path(folder) / POLICY_FILE, json.dumps(written_under(module)))
+def _origin_file(folder: str | PathLike[str], number: int) -> Path:
+    """Return the file, in a folder of saved state, that holds the policy of the applied model of a number."""
+    return Path(folder) / (f"fp4graph_{number}.json" if number else "fp4graph.json")
 
 
-def check_origin(folder: str | PathLike[str], module: nn.Module) -> None:
+def write_origin(folder: str | PathLike[str], module: nn.Module, number: int = 0) -> None:
+    """Write the result of :func:`written_under` beside the state in ``folder``, which may hold several applied models,
+    each with a number."""
+    write(_origin_file(folder, number), json.dumps(written_under(module)))
+
+
+def check_origin(folder: str | PathLike[str], module: nn.Module, number: int = 0) -> None:
     """Raise :class:`Mismatch` unless the state in ``folder`` was written under the policy and seed of ``module``."""
-    file = Path(folder) / POLICY_FILE
+    file = _origin_file(folder, number)
     check_policy(f"the state in {folder}", read_json(file) if file.exists() else None, module)
 
 

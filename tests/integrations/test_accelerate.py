@@ -108,3 +108,17 @@ def test_a_scaled_loss_is_unscaled_before_gradients_are_clipped():
         optimizer.step()
         norms.append((model.weight - torch.eye(32)).norm())
     assert torch.allclose(torch.stack(norms[:2]), torch.stack(norms[2:]))
+
+
+def test_each_of_two_models_has_its_policy_in_a_saved_state(tmp_path):
+    accelerator = accelerate.Accelerator(cpu=True)
+    models = [torch.nn.Linear(32, 32) for _ in range(2)]
+    for model, policy in zip(models, (one_rule(), "bf16"), strict=True):
+        optimizer = torch.optim.SGD(model.parameters())
+        apply_with_accelerate(accelerator, model, optimizer, policy, backend="eager")
+    accelerator.prepare(*models)
+    accelerator.save_state(str(tmp_path))
+    accelerator.load_state(str(tmp_path))  # refuses no policy
+    fp4graph.apply(models[1], one_rule(), backend="eager")
+    with pytest.raises(fp4graph.Error, match="written under policy 'bf16'"):
+        accelerator.load_state(str(tmp_path))
