@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fp4graph import torch_internals
 from fp4graph.errors import CaptureError, Error
@@ -246,4 +246,19 @@ def _counts(forward: Forward, result: Any) -> bool:
     """Return whether a training forward that returned ``result`` counts by itself."""
     if forward.duties.counts != "with gradients":
         return forward.duties.counts == "each"
-    return any(isinstance(x, Iterator) or getattr(x, "requires_grad", False) for x in pytree.tree_leaves(result))
+    return _needs_gradient(result, set())
+
+
+def _needs_gradient(result: Any, seen: set[int]) -> bool:
+    """Return whether ``result`` is or has a tensor that requires gradients, or an iterator, which may yield one.
+
+    Attributes of objects such as dataclasses and distributions count too. ``seen`` has the ids of earlier objects.
+    """
+    for x in pytree.tree_leaves(result):
+        if isinstance(x, Iterator) or getattr(x, "requires_grad", False) is True:
+            return True
+        if hasattr(x, "__dict__") and not isinstance(x, Tensor | nn.Module | type) and id(x) not in seen:
+            seen.add(id(x))
+            if _needs_gradient(vars(x), seen):
+                return True
+    return False

@@ -16,6 +16,7 @@ import fp4graph
 from fp4graph.errors import Error, PolicyWarning
 from fp4graph.model.runtime import runtime_of
 from tests.helpers import training
+from tests.helpers.policies import one_rule
 from tests.helpers.training import saved_whole
 
 pytestmark = pytest.mark.slow
@@ -84,6 +85,18 @@ def test_methods_follow_copies_phases_removal_and_bypass():
     fp4graph.remove(twin)
     assert torch.equal(twin.encode_image(X), exact)
     assert not any(name in twin.__dict__ for name in METHODS)
+
+
+def test_a_method_that_returns_an_object_with_gradients_counts():
+    class Encoder(nn.Linear):
+        def encode(self, x):
+            return torch.distributions.Normal(self(x), 1.0, validate_args=False)
+
+    model = training.applied(Encoder(32, 32), one_rule(), methods=["encode"])
+    model.encode(torch.randn(4, 32))
+    with torch.no_grad():
+        model.encode(torch.randn(4, 32))
+    assert runtime_of(model).count == 1
 
 
 def test_methods_of_a_model_that_was_saved_whole_refuse_to_run_until_apply():
