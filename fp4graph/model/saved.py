@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,7 +72,8 @@ def _files(folder: Path) -> list[Path]:
 def _opened(file: Path) -> Iterator[tuple[list[str], Callable[[str], Tensor]]]:
     """Open a file of tensors: yield its keys, and the function that reads one of them."""
     if file.suffix == ".bin":
-        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        mapped = zipfile.is_zipfile(file)  # torch maps no file of the format before torch 1.6
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
         yield list(tensors), tensors.__getitem__
         return
     from safetensors import safe_open

@@ -89,3 +89,10 @@ def test_state_that_the_policy_does_not_keep_is_warned_of(trained, tmp_path):
 def test_a_folder_without_state_is_not_warned_of(llama, tmp_path):
     llama().save_pretrained(tmp_path)
     fp4graph.apply(loaded(tmp_path), "tetrajet-qema", backend="eager")  # without a warning
+
+
+def test_a_folder_of_the_oldest_format_of_torch_is_read(llama, tmp_path):
+    model = llama()
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    fp4graph.apply(loaded(tmp_path), "tetrajet-qema", backend="eager")
