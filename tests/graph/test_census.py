@@ -24,6 +24,7 @@ from fp4graph.model.runtime import runtime_of
 from fp4graph.technique import Factors, ProductOperation
 from fp4graph.technique.registry import Registry
 from tests.helpers import mixtures, models
+from tests.helpers.policies import one_rule
 from tests.helpers.techniques import offering
 from tests.helpers.training import applied, stances, uncompiled
 
@@ -682,3 +683,11 @@ def test_the_rule_that_an_error_advises_keeps_a_product_of_the_root(product, sha
     fp4graph.remove(root)
     data["rules"].insert(0, {"match": {"module": ""}, "keep": "not quantized yet"})
     assert output(root, data, x, stance).shape == (8, 8)
+
+
+def test_brackets_and_colons_of_names_and_reasons_are_shown_as_they_are() -> None:
+    policy = one_rule() | {"rules": [{"name": "[head] :fire:", "match": {"module": "1"}, "keep": "see [/b]"}]}
+    policy["rules"] += one_rule()["rules"]
+    text = str(fp4graph.explain(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), policy, torch.randn(2, 32)))
+    assert "[head] :fire:" in text
+    assert "see [/b]" in text
