@@ -174,11 +174,15 @@ def _check_methods(root: nn.Module, methods: Sequence[str]) -> None:
 
 
 def remove(model: M) -> M:
-    """Undo :func:`apply`, keep the present weights, and return ``model``."""
-    if runtime_of(model) is None and not mark_hooks(model):
-        raise Error("this model is not applied")
+    """Undo :func:`apply`, keep the present weights, and return ``model``; if policies were applied to parts of it, undo
+    these."""
     root = unwrapped(model)
+    parts = [] if runtime_of(root) is not None else [part for part in root.modules() if runtime_of(part) is not None]
+    if runtime_of(root) is None and not parts and not mark_hooks(root):
+        raise Error("this model is not applied")
     release_all(root)
+    for part in parts:
+        detach(part, shared=True)
     detach(root, shared=True)
     return model
 

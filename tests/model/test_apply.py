@@ -124,6 +124,16 @@ def test_removing_gives_a_bare_layer_its_forward_back():
     assert "forward" not in fp4graph.remove(model).__dict__
 
 
+def test_removing_from_a_model_removes_the_policies_of_its_parts():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
+    before = model(X)
+    applied(model[0], one_rule())
+    applied(model[1], "bf16")
+    assert fp4graph.remove(model) is model
+    assert torch.equal(model(X), before)
+    assert runtime_of(model[0]) is runtime_of(model[1]) is None
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_several_applied_models_do_not_disturb_each_other(vit, images):
