@@ -18,7 +18,8 @@ class LossScaling(Technique):
     multiplied by ``growth_factor`` after ``growth_interval`` such steps in a row. Otherwise the step and the
     techniques' hooks are skipped, and s is multiplied by ``backoff_factor``. The scaler is ``torch.amp.GradScaler``.
     ``fp4graph.grad_scaler(model)`` makes a scaler with these options, or a disabled scaler under a policy without this
-    technique, so that one training script serves both policies. Save ``scaler.state_dict()`` in the checkpoint.
+    technique, so that one training script serves both policies. If only a later phase has this technique, the loss is
+    scaled from the beginning. Save ``scaler.state_dict()`` in the checkpoint.
 
     Source: Micikevicius et al. 2018, "Mixed Precision Training", sec. 3.2; used by "Elucidating the Design Space of
     FP4 Training". The defaults are torch's.

@@ -87,12 +87,14 @@ def prepare_optimizer(model: nn.Module, optimizer: O) -> O:
 
 
 def grad_scaler(model: nn.Module) -> torch.amp.GradScaler:
-    """Return torch's dynamic loss scaler for an applied model, disabled (a no-op) unless a technique scales the loss.
+    """Return torch's dynamic loss scaler for an applied model, disabled (a no-op) unless a technique scales the loss in
+    any phase of the policy.
 
     Source: Micikevicius et al. 2018.
     """
     runtime = require_runtime(model, "grad_scaler")
-    scalers = [technique.loss_scaler for technique in runtime.plan.techniques() if technique.loss_scaler is not None]
+    used = (t for phase in range(len(runtime.policy.phases) + 1) for t in runtime.plan_of(phase).techniques())
+    scalers = [technique.loss_scaler for technique in used if technique.loss_scaler is not None]
     options = scalers[0] if scalers else {}
     return torch.amp.GradScaler(runtime.device.type, enabled=bool(scalers), **options)  # type: ignore[arg-type]
 

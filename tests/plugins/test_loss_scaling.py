@@ -143,3 +143,10 @@ def test_a_resumed_run_equals_the_whole_run(tmp_path):
     assert resumed_scaler.state_dict() == scaler.state_dict()
     assert resumed_scaler.get_scale() == 8.0
     assert torch.equal(model.weight, other.weight)
+
+
+def test_scaling_that_a_later_phase_declares_is_enabled_from_the_beginning() -> None:
+    policy = {**PLAIN, "phases": [{"at": 10, "techniques": [{"loss_scaling": {"init_scale": 8.0}}]}]}
+    scaler = fp4graph.grad_scaler(training.applied(nn.Linear(32, 32), policy))
+    assert scaler.is_enabled()
+    assert scaler.get_scale() == 8.0
