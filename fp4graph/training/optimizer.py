@@ -116,7 +116,8 @@ def _skips(optimizer: torch.optim.Optimizer) -> bool:
     if any(float(group.get("lr", 1)) != 0 for group in optimizer.param_groups):
         return False
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return not any(bool((grad != 0).any()) for grad in grads)
+    values = (grad.coalesce().values() if grad.is_sparse else grad for grad in grads)
+    return not any(bool((x != 0).any()) for x in values)
 
 
 def _with_closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:

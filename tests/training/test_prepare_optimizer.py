@@ -199,6 +199,13 @@ def test_a_parameter_that_the_optimizer_is_given_later_is_acted_on() -> None:
     assert_averaged(model.second, start[1], stream, 1)
 
 
+def test_a_step_with_a_learning_rate_of_0_takes_sparse_gradients() -> None:
+    model = applied(nn.Sequential(nn.Embedding(8, 32, sparse=True), nn.Linear(32, 32)), one_rule(techniques=[Q_EMA]))
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    model(torch.arange(4)).sum().backward()
+    optimizer.step()
+
+
 # ---------------------------------------------------------------------- one policy
 
 
