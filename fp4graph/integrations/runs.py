@@ -76,8 +76,10 @@ def _lightning(trainer: Any, parts: list[Any], log: Any) -> Any:
 
     class Logging(base):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-            loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
-            if not log.points or trainer.global_step > log.points[-1][0]:  # once per step, not per batch
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+            if loss is None:  # a skipped batch, or a module that optimizes by hand and returns no loss
+                log.tick(trainer.global_step)
+            elif not log.points or trainer.global_step > log.points[-1][0]:  # once per step, not per batch
                 log(trainer.global_step, loss)
 
     trainer.callbacks.append(Logging())
