@@ -22,6 +22,7 @@ from fp4graph.model import hooks, siblings, state
 from fp4graph.model.current import CurrentForward
 from fp4graph.model.source import Source, as_parameters, sources_below
 from fp4graph.model.weight import PlannedWeight, Weight
+from fp4graph.numerics.sharding import like
 from fp4graph.policy import Policy, Rule
 from fp4graph.technique import Technique
 from fp4graph.technique.site import SiteView
@@ -184,8 +185,8 @@ def prepare(
 
     Args:
         plan: the plan of the phase in force.
-        policy: the whole policy. State that any phase needs exists in every phase, so that a checkpoint's keys do not
-            depend on the phase.
+        policy: the whole policy. Modules have keys and hooks in every phase if any phase needs them; state of weights
+            exists in the phases that need it.
         current: the forward whose step the hooks hand to the graph.
         earlier: state-dict entries of an earlier application; those that fit are taken over.
     """
@@ -196,7 +197,9 @@ def prepare(
     planned: dict[str, list[Weight]] = {}
     for weight in plan.weights:
         planned.setdefault(weight.fqn, []).append(weight)
-    hosts = _hosts(plan, policy)
+    phases = range(len(policy.phases) + 1) if policy.phases else ()
+    plans = [PhasePlan(root, policy.in_phase(phase), plan.names) for phase in phases]
+    hosts = {*plan.hosts(), *(host for each in plans for host in (*each.hosts(), *(w.fqn for w in each.weights)))}
     modules = list(root.named_modules(remove_duplicate=False))
     root_state = state.RootState(root, device)
     for fqn, module in modules:
@@ -206,6 +209,7 @@ def prepare(
             module_state.add_key(device_of(module, device))
             for weight in planned.get(fqn, ()):
                 weight.add_entries(module_state)
+    _note_entries(plans)
     numbers: dict[tuple[Plan, ...], int] = {}
     for fqn, module in modules:
         module_state = state.State.of(module)
@@ -243,12 +247,16 @@ def unprepare(root: nn.Module, current: CurrentForward | None = None) -> None:
         setattr(root, _IGNORED, ignored)
 
 
-def _hosts(plan: PhasePlan, policy: Policy) -> set[str]:
-    """Return the names of modules that need state in any phase, beside the owners of this phase's weights."""
-    if not policy.phases:
-        return plan.hosts()
-    plans = [PhasePlan(plan.root, policy.in_phase(i), plan.names) for i in range(len(policy.phases) + 1)]
-    return {host for each in plans for host in (*each.hosts(), *(weight.fqn for weight in each.weights))}
+def _note_entries(plans: Sequence[PhasePlan]) -> None:
+    """Tell the states of modules which entries only some phases keep; ``plans`` are those of all phases."""
+    entries = [
+        {(weight.module, weight.buffer(slot)) for weight in plan.weights for slot in weight.slots if not slot.shared}
+        for plan in plans
+    ]
+    for module, name in set[tuple[nn.Module, str]]().union(*entries):
+        module_state = state.State.of(module)
+        if module_state is not None and not all((module, name) in each for each in entries):
+            module_state.of_phases.add(name)
 
 
 def _tag(
@@ -283,7 +291,7 @@ def _take_over(root: nn.Module, root_state: state.RootState, earlier: Mapping[st
     buffers = dict(root.named_buffers(remove_duplicate=False))
     for key, value in earlier.items():
         if key in buffers and buffers[key].shape == value.shape:
-            buffers[key].copy_(value)
+            buffers[key].copy_(like(value.to(buffers[key].device), buffers[key]))
     for module_state in state.states(root):
         keys = (f"{module_state.fqn}.{name}".removeprefix(".") for name in module_state.buffers)
         module_state.loaded = any(key in earlier for key in keys)

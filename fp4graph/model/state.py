@@ -87,11 +87,16 @@ class State:
     Attributes:
         module, fqn: the owner of the buffers, and its fully qualified name.
         loaded: whether a state dict gave values to any of the technique entries.
+        of_phases: the names of the entries that only some phases of the policy keep.
+        waiting: loaded values of entries of another phase, until a training forward begins in this one. A model that
+            resumes is in the first phase when its state dict is loaded, and enters the saved phase afterwards.
     """
 
     def __init__(self, module: nn.Module, fqn: str) -> None:
         self.module, self.fqn = module, fqn
         self.loaded = False
+        self.of_phases: set[str] = set()
+        self.waiting: dict[str, Tensor] = {}
         self._version_of_key = 0
         self._weights: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]] = {}
         module.__dict__[NAME] = self
@@ -220,6 +225,8 @@ class State:
         state_dict.clear()
         state_dict.update(present)
         entries = {f"{prefix}{name}": buffer for name, buffer in self.buffers.items()}
+        keys = {name: f"{prefix}{name}" for name in self.of_phases if name not in self.module._buffers}
+        self.waiting = {name: state_dict.pop(key).clone() for name, key in keys.items() if key in state_dict}
         absent: list[str] = []
         kind = type(self.module)
         kind._load_from_state_dict(self.module, state_dict, prefix, local_metadata, strict, absent, *errors)
@@ -266,7 +273,8 @@ def states(root: nn.Module) -> list[State]:
 
 
 def buffers_to_keep(root: nn.Module) -> dict[str, Tensor]:
-    """Return, by name, the buffers of an applied policy that the next policy takes over.
+    """Return, by name, the buffers of an applied policy that the next policy or phase takes over, and loaded values
+    that wait for a phase.
 
     Before the first training forward these are only the buffers of states that were loaded. All other buffers are
     computed from the weights at that forward.
@@ -275,8 +283,18 @@ def buffers_to_keep(root: nn.Module) -> dict[str, Tensor]:
     return {
         f"{fqn}.{name}".removeprefix("."): buffer
         for fqn, module in root.named_modules(remove_duplicate=False)
-        if (state := State.of(module)) is not None and (trained or state.loaded)
-        for name, buffer in state.buffers.items()
+        if (state := State.of(module)) is not None
+        for name, buffer in {**(state.buffers if trained or state.loaded else {}), **state.waiting}.items()
+    }
+
+
+def of_some_phases(root: nn.Module) -> set[str]:
+    """Return the state-dict keys of the entries of techniques that only some phases of the policy keep."""
+    return {
+        f"{fqn}.{name}".removeprefix(".")
+        for fqn, module in root.named_modules(remove_duplicate=False)
+        if (state := State.of(module)) is not None
+        for name in state.of_phases
     }
 
 

@@ -60,6 +60,8 @@ class Steps:
                 for module_state in state.states(self._plan.root):
                     if self.root_state.count == 0:
                         module_state.restart()
+                    if training:
+                        module_state.waiting.clear()
                     module_state.settle(device_of(module_state.module, device_of(self._plan.root)))
         wrapper = torch_internals.active_ddp()
         if training and wrapper is not None and wrapper is not self._wrapper:

@@ -324,10 +324,10 @@ def _fitting(file: str, saved: dict[str, Any], module: nn.Module, same_policy: b
 
     The entries are checked here, because ``load_state_dict`` writes before it raises.
     """
-    here = module.state_dict()
+    here, optional = module.state_dict(), state.of_some_phases(module)
     if not same_policy:  # drop entries of techniques that do not fit
         fits = {key for key in saved if isinstance(here.get(key), Tensor) and not unequal(key, saved[key], here[key])}
         saved = {key: value for key, value in saved.items() if not state.is_ours(key) or key in fits}
-    validation.check_entries(file, saved, here, same_policy)
+    validation.check_entries(file, saved, here, optional, same_policy)
     require_loadable(module, saved)
-    return {key: placed(value, here[key]) for key, value in saved.items()}
+    return {key: placed(value, here.get(key)) for key, value in saved.items()}

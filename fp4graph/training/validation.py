@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -66,11 +66,14 @@ def _mistyped(where: str, value: Any, types: _Types) -> list[str]:
     ]
 
 
-def check_entries(file: str, saved: Mapping[str, Any], here: Mapping[str, Any], same_policy: bool) -> None:
-    """Raise :class:`Mismatch` unless ``saved`` can be loaded into the model whose state dict is ``here``."""
+def check_entries(
+    file: str, saved: Mapping[str, Any], here: Mapping[str, Any], optional: Collection[str], same_policy: bool
+) -> None:
+    """Raise :class:`Mismatch` unless ``saved`` can be loaded into the model whose state dict is ``here``. Only one of
+    the two may have the ``optional`` keys."""
     needed = here if same_policy else state.strip(here)
-    faults = [f"{key} is missing" for key in needed if key not in saved]
-    faults += [f"{key} is not in this model" for key in saved if key not in here]
+    faults = [f"{key} is missing" for key in needed if key not in saved and key not in optional]
+    faults += [f"{key} is not in this model" for key in saved if key not in here and key not in optional]
     faults += [
         fault
         for key, value in here.items()

@@ -19,6 +19,7 @@ from tests.helpers.steps import same
 from tests.helpers.training import assert_equal, prepared, train
 
 KEEP_BACKWARD = {"backward": "keep"}
+KEPT: dict[str, Any] = {"rules": [], "default": "keep"}
 
 
 def policy(*phases: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -128,6 +129,30 @@ def test_a_training_resumes_bit_for_bit_before_at_and_in_a_phase() -> None:
     for at in (4, 6, 8):
         resumed, _ = run(data, range(at, 12), run(data, range(at))[1])
         assert_equal(resumed, whole[-len(resumed) :])
+
+
+@pytest.mark.slow
+def test_a_training_resumes_in_a_phase_that_begins_or_ends_the_state_of_a_technique() -> None:
+    ema = {"q_ema": {"beta": 0.5}}
+    for data in (policy({"at": 3, "techniques": [ema]}), policy({"at": 3, **KEPT}, techniques=[ema])):
+        whole, _ = run(data, range(8))
+        for at in (2, 3, 5):
+            resumed, _ = run(data, range(at, 8), run(data, range(at))[1])
+            assert_equal(resumed, whole[-len(resumed) :])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:a state dict was loaded after:fp4graph.PolicyWarning")
+def test_a_training_that_begins_with_weights_alone_takes_no_average_of_a_later_phase() -> None:
+    data = policy({"at": 1, "techniques": [{"q_ema": {"beta": 0.5}}]})
+    whole, states = run(data, range(5))[1][0], []
+    for saved in (whole, fp4graph.strip(whole)):
+        model = applied(data)
+        model.load_state_dict(saved)
+        train(model, prepared(model), ((batch(step),) for step in range(2)))
+        states.append(model.state_dict())
+    assert len(states[0]) == len(whole)
+    assert_equal(states[0].values(), states[1].values())
 
 
 @pytest.mark.slow

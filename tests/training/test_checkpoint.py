@@ -420,6 +420,21 @@ def test_phases_go_on_where_they_were(file: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("base", "phase"), [("tetrajet", {"techniques": ["q_ema"]}), ("tetrajet-qema", {"rules": [], "default": "keep"})]
+)
+def test_a_phase_that_begins_or_ends_the_state_of_a_technique_goes_on(base: str, phase: Any, file: Path) -> None:
+    policy = {"version": 1, "name": "p", "extends": base, "phases": [{"at": 3, **phase}]}
+    for steps in (2, 5):
+        made, again = make(policy, steps=steps), make(policy)
+        checkpoint.save(file, *made)
+        expected = train(*made, 3)
+        checkpoint.load(file, *again)
+        assert train(*again, 3) == expected
+        assert not differences(*(dict(each.state_dict()) for each, _ in (made, again)))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["tetrajet", None])
 def test_another_policy_is_accepted_on_request(policy: str | None, file: Path) -> None:
     made, other = make(steps=2), make(policy)
