@@ -43,19 +43,36 @@ def restore(root: nn.Module) -> None:
     if not entries:
         return
     current = root.state_dict()
-    taken = {k: v for k, v in entries.items() if k in current and v.shape == current[k].shape}
+    stored = current if all(key in current for _, key in plain) else _as_stored(root, current)
+    names = {id(value): name for name, value in current.items()}
+    fit = {k: v for k, v in entries.items() if k in stored and v.shape == stored[k].shape and id(stored[k]) in names}
+    taken = {names[id(stored[key])]: value for key, value in fit.items()}
     why = "the policy that is applied now keeps nothing under these names"
-    if (changed := _changed(plain, current)) is not None:
-        taken, why = {}, f"{changed} is not what the folder holds, so state begins anew"
+    if (changed := _changed(plain, stored)) is not None:
+        fit, taken, why = {}, {}, f"{changed} is not what the folder holds, so state begins anew"
     if taken:
         root.load_state_dict(taken, strict=False)
-    if left_out := sorted(entries.keys() - taken.keys()):
+    if left_out := sorted(entries.keys() - fit.keys()):
         warnings.warn(
             f"{folder} holds state of an applied policy; {len(left_out)} of its entries are left out "
             f"({', '.join(left_out[:3])}{', ...' if len(left_out) > 3 else ''}): {why}",
             PolicyWarning,
             stacklevel=4,
         )
+
+
+def _as_stored(root: nn.Module, state_dict: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return ``state_dict`` as ``save_pretrained`` writes it: transformers renames weights and fuses experts when it
+    loads some models, and undoes this in a saved folder."""
+    try:
+        from transformers import PreTrainedModel
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # the model is of another library
+        return state_dict
+    reverted: dict[str, Tensor] = (
+        revert_weight_conversion(root, state_dict) if isinstance(root, PreTrainedModel) else {}
+    )
+    return reverted or state_dict
 
 
 def _files(folder: Path) -> list[Path]:

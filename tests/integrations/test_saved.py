@@ -7,6 +7,7 @@ import torch
 import transformers
 
 import fp4graph
+from tests.helpers.policies import one_rule, quantizer
 from tests.helpers.steps import descend, differences
 from tests.helpers.training import prepared
 
@@ -96,3 +97,17 @@ def test_a_folder_of_the_oldest_format_of_torch_is_read(llama, tmp_path):
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     fp4graph.apply(loaded(tmp_path), "tetrajet-qema", backend="eager")
+
+
+def test_the_state_of_experts_that_transformers_renames_in_a_folder_is_found(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.MixtralConfig(vocab_size=64, num_hidden_layers=1, num_local_experts=2, **sizes)
+    rules = [{"name": "all", "match": {"op": ["linear", "grouped"], "block": True}, "quantize": quantizer(16)}]
+    policy = one_rule(techniques=["q_ema"]) | {"rules": rules}
+    model = fp4graph.apply(transformers.MixtralForCausalLM(config), policy, backend="eager")
+    for value in entries(model).values():
+        value.add_(1)
+    model.save_pretrained(tmp_path)
+    again = transformers.MixtralForCausalLM.from_pretrained(tmp_path)
+    assert len(entries(fp4graph.apply(again, policy, backend="eager"))) == 6
+    assert not differences(entries(again), entries(model))
