@@ -132,7 +132,8 @@ class Runtime:
         self.root._compiled_call_impl = self
         if type(self.root).compile is nn.Module.compile:
             self.root.__dict__["compile"] = hooks.compiled_already
-        self._steps.root_state = prepare(self.plan, self.policy, self._current, buffers)
+        with torch.inference_mode(False):  # training cannot use tensors made in inference mode
+            self._steps.root_state = prepare(self.plan, self.policy, self._current, buffers)
         if self.root_state is not None and not self.settings.strict:
             self._runner.uncompiled.show(*_parts(self))
         for name in self.settings.methods:

@@ -82,6 +82,20 @@ def test_evaluation_is_under_the_phase_in_force_and_is_not_counted() -> None:
 
 
 @pytest.mark.slow
+def test_a_phase_that_begins_in_an_evaluation_in_inference_mode_trains() -> None:
+    data = policy({"at": 2, "operands": KEEP_BACKWARD}, techniques=[{"q_ema": {"beta": 0.9}}])
+    results = []
+    for context in (torch.no_grad, torch.inference_mode):
+        model = applied(data)
+        optimizer = prepared(model)
+        train(model, optimizer, ((batch(step),) for step in range(2)))
+        with context():
+            model(batch(2))
+        results.append(train(model, optimizer, ((batch(step),) for step in range(2, 4))))
+    assert_equal(*results)
+
+
+@pytest.mark.slow
 def test_a_phase_at_a_share_of_the_training_needs_the_training_length() -> None:
     model = applied(policy({"at": 0.5, "operands": {"dgrad": "keep"}}))
     with pytest.raises(PolicyError, match="set_total_forwards"):
