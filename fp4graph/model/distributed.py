@@ -106,7 +106,8 @@ def compile_sharded(root: nn.Module, weights: Iterable[Weight], backend: Backend
     compiled: dict[type, Callable[..., Any]] = {}
     for module in sharded:
         forward = module.__dict__.get("forward")
-        if (forward is None or isinstance(forward, hooks.GuardedForward)) and hooks.mark_hooks(module):
+        replaced = forward.own if isinstance(forward, hooks.GuardedForward) else forward
+        if replaced is None and hooks.mark_hooks(module):
             cls = type(module)
             if cls not in compiled:
                 compiled[cls] = torch.compile(with_own_code(hooks.run_sharded, cls), backend=backend, dynamic=dynamic)

@@ -139,16 +139,34 @@ class _Instead:
 
 
 class GuardedForward(_Instead):
-    """``forward`` of a root that owns quantized weights: a direct call runs the root's hooks too."""
+    """``forward`` of a root that owns quantized weights: a direct call runs the root's hooks too.
+
+    Attributes:
+        own: the ``forward`` that other code had set on the root itself, or None.
+    """
+
+    def __init__(self, module: nn.Module, current: CurrentForward) -> None:
+        super().__init__(module, "forward", current)
+        self.own: Callable[..., Any] | None = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = self._current
         if not torch.compiler.is_compiling():
-            if current.direct is None and not current.compiled and current.part is not None:
-                return current.part(self.module, args, kwargs)
-            for hook in [hook for hook in self.module._forward_pre_hooks.values() if isinstance(hook, MarkHook)]:
-                hook(self.module, args)
+            marks = [hook for hook in self.module._forward_pre_hooks.values() if isinstance(hook, MarkHook)]
+            if marks and all(hook.current is current for hook in marks):  # else a wrapper kept it beyond its policy
+                if current.direct is None and not current.compiled and current.part is not None:
+                    return current.part(self.module, args, kwargs)
+                for hook in marks:
+                    hook(self.module, args)
+        if self.own is not None:
+            return self.own(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
+
+    def remove(self) -> None:
+        """Give the root the forward back that it had."""
+        del self.module.forward
+        if self.own is not None:
+            self.module.forward = self.own
 
 
 class Method(_Instead):
@@ -269,7 +287,9 @@ def remove_hooks(root: nn.Module, shared: Collection[nn.Module] = ()) -> None:
             del module._forward_pre_hooks[key]
         if (module_state := state.State.of(module)) is not None:
             module_state.remove()
-        if isinstance(module.__dict__.get("forward"), GuardedForward | ShardedForward):
+        if isinstance(forward := module.__dict__.get("forward"), GuardedForward):
+            forward.remove()
+        elif isinstance(forward, ShardedForward):
             del module.forward
         for name in [name for name, value in module.__dict__.items() if isinstance(value, Method)]:
             del module.__dict__[name]

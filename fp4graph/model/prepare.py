@@ -218,7 +218,7 @@ def prepare(
             # This hook runs after hooks that set up weights: FSDP gathers them, weight normalization computes them.
             module.register_forward_pre_hook(hooks.MarkHook(current, fqn, tag, entries))
     if "" in planned:
-        root.forward = hooks.GuardedForward(root, "forward", current)
+        root.forward = hooks.GuardedForward(root, current)
     _take_over(root, root_state, earlier)
     names = [name for name, _ in root.named_buffers() if state.is_ours(name)]
     # DDP would overwrite every rank's counters and EMAs with rank 0's at each forward.

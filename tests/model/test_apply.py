@@ -124,6 +124,20 @@ def test_removing_gives_a_bare_layer_its_forward_back():
     assert "forward" not in fp4graph.remove(model).__dict__
 
 
+def test_a_forward_that_was_set_on_a_bare_layer_runs_under_a_policy_and_afterwards():
+    model = nn.Linear(32, 32)
+    forward = model.forward
+    model.forward = lambda x: forward(x) + 1
+    before = model(X)
+    assert torch.equal(applied(model, "bf16")(X), before)
+    quantized = applied(nn.Linear(32, 32), one_rule())
+    quantized.load_state_dict(model.state_dict())
+    applied(model, one_rule())
+    for each in (model, copy.deepcopy(model)):
+        assert torch.equal(each(X), quantized(X) + 1)
+        assert torch.equal(fp4graph.remove(each)(X), before)
+
+
 def test_removing_from_a_model_removes_the_policies_of_its_parts():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
     before = model(X)
