@@ -6,9 +6,11 @@ import copy
 import dataclasses
 import random
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
@@ -124,12 +126,11 @@ def _captured(
     Fill ``recurrent`` with the forward FLOPs of the recurrent layers, which no graph shows, by the layers' names. Fill
     ``counts`` with the FLOPs that torch counts in an uncompiled forward, by module (:func:`flops.of_call`).
     """
-    python_state = random.getstate()
     twin, fake_mode, (fake_args, fake_kwargs) = _fake(model, (args, dict(kwargs)))
     counting = [] if recurrent is None else _count_recurrent(twin, recurrent)
     runtime = Runtime(twin, policy, ApplyOptions("eager", strict=strict), explains=True)
     try:
-        with torch.random.fork_rng(), fake_mode, warnings.catch_warnings():
+        with _generators_kept(), fake_mode, warnings.catch_warnings():
             warnings.simplefilter("ignore", PolicyWarning)  # training warns about uncompiled modules too
             runtime.attach()
             result = twin(*fake_args, **fake_kwargs)
@@ -148,7 +149,6 @@ def _captured(
             "of Hugging Face's models independent of values, and faster"
         ) from error
     finally:
-        random.setstate(python_state)
         runtime.capture.forget()
     problem = next(iter(runtime.capture.problems), None)
     try:
@@ -158,11 +158,23 @@ def _captured(
     for handle in counting:
         handle.remove()
     if counts is not None:
-        with torch.random.fork_rng(), fake_mode, hooks.bypassed(twin), warnings.catch_warnings():
+        with _generators_kept(), fake_mode, hooks.bypassed(twin), warnings.catch_warnings():
             warnings.simplefilter("ignore", PolicyWarning)
             call: Any = twin._call_impl
             counts.update(flops.of_call(lambda: call(*fake_args, **fake_kwargs)) or {})
     return runtime, problem
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Restore the random number generators of torch, Python and NumPy after this context."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
 def _fake(model: nn.Module, inputs: Any) -> tuple[nn.Module, torch_internals.FakeTensorMode, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -95,3 +97,14 @@ def test_explain_and_rehearsals_take_a_model_without_data(x):
     applied(model, "tetrajet-qema", example_inputs=X)
     assert sites(model, x) == sites(net())
     fp4graph.remove(model)
+
+
+def test_explain_leaves_the_generators_of_python_and_numpy_as_they_are():
+    class Noisy(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * random.random() * float(np.random.rand())
+
+    before = random.getstate(), np.random.get_state()[1:3]
+    fp4graph.explain(Noisy(32, 32), one_rule(), torch.ones(2, 32))
+    after = random.getstate(), np.random.get_state()[1:3]
+    assert (before[0], before[1][0].tolist(), before[1][1]) == (after[0], after[1][0].tolist(), after[1][1])
