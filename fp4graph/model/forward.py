@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fp4graph.graph.nested import nested
+
 #: The name under which the model's own call is compiled, beside those of its methods.
 CALL = "__call__"
 
@@ -105,8 +107,8 @@ class Forward:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The arguments that are tensors."""
-        return [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor)]
+        """The tensors among the arguments, also in tuples, lists and mappings."""
+        return [*nested((self.args, self.kwargs), Tensor)]
 
     def run(self) -> Any:
         """Run the forward without a compiler."""

@@ -61,6 +61,15 @@ def nested(layout):
     applied()(torch.nested.nested_tensor(parts, layout=layout))
 
 
+def nested_in_a_dict():
+    class Reads(nn.Linear):
+        def forward(self, batch):
+            return super().forward(batch["x"])
+
+    model = fp4graph.apply(Reads(32, 32), one_rule(), backend="eager")
+    model({"x": torch.nested.nested_tensor([torch.randn(3, 32), torch.randn(5, 32)], layout=torch.strided)})
+
+
 def weight_norm_before_a_step():
     model = applied(one_rule("q_ema"))
     optimizer = prepared(model, torch.optim.SGD)
@@ -87,6 +96,7 @@ ERRORS = {
     "meta": (lambda: applied(model=Model().to("meta"))(batch()), r"on the meta device.*to_empty.*fp4graph.explain"),
     "jagged": (lambda: nested(torch.jagged), r"^first: .*nested tensor; pass its values \(x.values\(\)\), or pad"),
     "nested": (lambda: nested(torch.strided), r"nested tensor.*to_padded_tensor"),
+    "nested in a dict": (nested_in_a_dict, r"nested tensor.*to_padded_tensor"),
     "seed": (lambda: applied(seed="x"), "seed is an int.*'x'"),
     "limit": (lambda: applied(recompile_limit=-1), "recompile_limit is a number of graphs, at least 1.*-1"),
     "dynamic": (lambda: applied(dynamic="no"), "dynamic is True, False or None"),
