@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import Counter
 
 from torch import Tensor
@@ -31,10 +32,13 @@ def watch(plan: PhasePlan) -> None:
             _watch(weight)
 
 
-def _watch(weight: Weight) -> None:
+def _watch(watched: Weight) -> None:
+    reference = weakref.ref(watched)  # the hook must not keep the model alive
+
     def check(parameter: Tensor) -> None:
         handle.remove()
-        if not weight.is_captured:
+        weight = reference()
+        if weight is not None and not weight.is_captured:
             warnings.warn(
                 f"{weight.name} has a gradient, but no product with it was seen, so that it trains in high precision. "
                 "A function that Dynamo skips (a loop with a graph break, a disabled function) may multiply with it in "
@@ -44,4 +48,4 @@ def _watch(weight: Weight) -> None:
                 stacklevel=2,
             )
 
-    handle = weight.parameter.register_post_accumulate_grad_hook(check)  # type: ignore[no-untyped-call]
+    handle = watched.parameter.register_post_accumulate_grad_hook(check)  # type: ignore[no-untyped-call]
