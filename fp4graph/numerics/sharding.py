@@ -26,9 +26,8 @@ def peak(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the largest magnitude in all of ``x``. The part of ``x`` on a process may be empty, as where a parameter
     has fewer rows than there are processes."""
     part = x.to_local() if is_sharded(x) else x
-    largest = (
-        torch.linalg.vector_norm(part, torch.inf, dtype=dtype) if part.numel() else part.new_zeros((), dtype=dtype)
-    )
+    low, high = part.aminmax() if part.numel() else part.new_zeros((2,))
+    largest = torch.maximum(-low, high).to(dtype)
     if not is_sharded(x):
         return largest
     return DTensor.from_local(largest, x.device_mesh, [Partial("max")] * x.device_mesh.ndim).full_tensor()

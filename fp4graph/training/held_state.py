@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fp4graph.errors import Error
-from fp4graph.numerics.sharding import is_sharded
+from fp4graph.numerics import sharding
 from fp4graph.technique import WeightUpdate
 from fp4graph.training.conditioning import HELD
 from fp4graph.training.memory import is_ours
@@ -85,7 +85,7 @@ def restore_elements(update: WeightUpdate, stepped: Tensor) -> None:
 
 def _copied(name: str, value: Any, remedy: str) -> Tensor:
     """Return a copy of an entry; raise Error unless it is a tensor with elements that can be copied one by one."""
-    part = value.to_local() if is_sharded(value) else value
+    part = value.to_local() if sharding.is_sharded(value) else value
     if type(part) is not torch.Tensor:  # blocks of a quantized state, as of torchao's 8-bit optimizers, share scales
         kind = type(part).__name__
         raise Error(f"the optimizer keeps {name!r}, a {kind}, for a parameter, which cannot be restored; {remedy}")
