@@ -89,4 +89,9 @@ def _unscale(accelerator: Accelerator, optimizer: Any = None) -> None:
 
     given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     for each in accelerator._optimizers if optimizer is None else given:
-        accelerator.scaler.unscale_(each.optimizer if isinstance(each, AcceleratedOptimizer) else each)
+        plain = each.optimizer if isinstance(each, AcceleratedOptimizer) else each
+        try:
+            accelerator.scaler.unscale_(plain)
+        except RuntimeError as error:  # a loop may clip several times in a step
+            if "already been called" not in str(error):
+                raise

@@ -107,6 +107,11 @@ class Forward:
 
     @property
     def tensors(self) -> list[Tensor]:
+        """The arguments that are tensors."""
+        return [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor)]
+
+    @property
+    def all_tensors(self) -> list[Tensor]:
         """The tensors among the arguments, also in tuples, lists and mappings."""
         return [*nested((self.args, self.kwargs), Tensor)]
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from fp4graph.errors import CaptureError, Error
 from fp4graph.graph.backend import inner_backend
 from fp4graph.graph.direct import Direct
 from fp4graph.graph.replace import UnmarkedWeight
-from fp4graph.model import coverage, distributed, hooks, unseen
+from fp4graph.model import coverage, distributed, hooks
 from fp4graph.model.apply_options import ApplyOptions
 from fp4graph.model.capture import Capture
 from fp4graph.model.conversion import opaque, refuse_nested
@@ -62,7 +63,6 @@ class Runner:
         self.uncompiled = Uncompiled(plan, current, self.inspection)
         self.checked, self._explains = explains, explains
         self.failure: Error | None = None
-        self._watched = False  # whether weights that no training forward has multiplied are watched
         self._running = self.capture  # the capture of the compiled call in progress
         self._refused: str | None = None  # why torch.compile refuses the forward, which runs uncompiled from then on
         self._dtypes = frozenset[torch.dtype]()  # those of the parameters at that refusal
@@ -76,7 +76,7 @@ class Runner:
         """Raise an Error if the forward cannot run or an earlier forward has failed. If calls of parts precede the
         forward, and it does not continue them, count them as one forward."""
         if forward.duties.compiled:
-            refuse_nested(forward.tensors)
+            refuse_nested(forward.tensors if self.checked else forward.all_tensors)
         if forward.kind is Kind.METHOD and fsdp_modules(self._plan.root):
             raise Error(
                 "methods= compiles whole methods, but fully_shard has modules compiled one by one; leave out methods="
@@ -125,9 +125,6 @@ class Runner:
                 self.failure = error
                 raise
             self.checked = duties.covers == "all"
-        if forward.training and self.checked and not self._watched:
-            unseen.watch(self._plan)
-            self._watched = True
         if forward.training and _counts(forward, result):
             self._steps.trained += 1
             self._steps.advance()
@@ -246,19 +243,21 @@ def _counts(forward: Forward, result: Any) -> bool:
     """Return whether a training forward that returned ``result`` counts by itself."""
     if forward.duties.counts != "with gradients":
         return forward.duties.counts == "each"
-    return _needs_gradient(result, set())
+    return _needs_gradient(result)
 
 
-def _needs_gradient(result: Any, seen: set[int]) -> bool:
+def _needs_gradient(result: Any) -> bool:
     """Return whether ``result`` is or has a tensor that requires gradients, or an iterator, which may yield one.
 
-    Attributes of objects such as dataclasses and distributions count too. ``seen`` has the ids of earlier objects.
+    Attributes of objects such as dataclasses and distributions count too, but not those of modules and optimizers.
     """
-    for x in pytree.tree_leaves(result):
-        if isinstance(x, Iterator) or getattr(x, "requires_grad", False) is True:
-            return True
-        if hasattr(x, "__dict__") and not isinstance(x, Tensor | nn.Module | type) and id(x) not in seen:
-            seen.add(id(x))
-            if _needs_gradient(vars(x), seen):
+    pending, seen = [result], set[int]()
+    while pending:
+        for x in pytree.tree_leaves(pending.pop()):
+            if isinstance(x, Iterator) or (isinstance(x, Tensor) and x.requires_grad):
                 return True
+            opaque_kinds = (Tensor, nn.Module, torch.optim.Optimizer, ModuleType, type)
+            if hasattr(x, "__dict__") and not isinstance(x, opaque_kinds) and id(x) not in seen:
+                seen.add(id(x))
+                pending.append(vars(x))
     return False

@@ -226,7 +226,7 @@ class State:
         state_dict.update(present)
         entries = {f"{prefix}{name}": buffer for name, buffer in self.buffers.items()}
         keys = {name: f"{prefix}{name}" for name in self.of_phases if name not in self.module._buffers}
-        self.waiting = {name: state_dict.pop(key).clone() for name, key in keys.items() if key in state_dict}
+        self.waiting.update({name: state_dict.pop(key).clone() for name, key in keys.items() if key in state_dict})
         absent: list[str] = []
         kind = type(self.module)
         kind._load_from_state_dict(self.module, state_dict, prefix, local_metadata, strict, absent, *errors)

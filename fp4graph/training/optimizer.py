@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -57,8 +58,10 @@ def prepare_optimizer(model: nn.Module, optimizer: O) -> O:
     runtime.plan.before_training()
     previous: _Hooks | None = optimizer.__dict__.get("_fp4graph")
     others = [] if previous is None else [r for r in previous.runtimes if _is_live(r) and r.root is not runtime.root]
+    coming = list[Technique]()
     for phase in range(runtime.phase, len(runtime.policy.phases) + 1):
         plan = runtime.plan if phase == runtime.phase else runtime.plan_of(phase)
+        coming += acting.techniques(plan)
         plans = [*(other.plan for other in others), plan]
         acting.check_fit(plan, optimizer)
         acting.check_options(plans)
@@ -68,13 +71,14 @@ def prepare_optimizer(model: nn.Module, optimizer: O) -> O:
     replaced: set[str] = set()
     if previous is None:
         hooks = _Hooks([runtime], optimizer, Memory(optimizer))
-        if hooks.techniques:
+        if coming:
             hooks.attach()
             optimizer.__dict__["_fp4graph"] = hooks
     else:  # a phase may begin inside a step, in its closure, while torch goes through the optimizer's hooks
         hooks = previous
         replaced = {t.name for r in hooks.runtimes if r.root is runtime.root for t in acting.techniques(r.plan)}
         hooks.serve([*others, runtime])
+    hooks.acts_before[runtime.root] = any(acts_at(technique, *BEFORE) for technique in coming)
     remaining = {technique.name for technique in hooks.techniques}
     ids = {id(parameter) for parameter in runtime.root.parameters()}
     hooks.memory.forget(lambda parameter, name: name not in remaining and (id(parameter) in ids or name in replaced))
@@ -120,33 +124,48 @@ def _skips(optimizer: torch.optim.Optimizer) -> bool:
     return not any(bool((x != 0).any()) for x in values)
 
 
-def _with_closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Call the closure of a step, which computes gradients, before techniques act on them. Return the arguments of
-    the step with a closure that only returns the loss; None without a closure."""
-    closures = {place: value for place, value in [*enumerate(args), *kwargs.items()] if place and callable(value)}
-    if not closures:
-        return None
-    ((place, closure),) = closures.items()
-    with torch.enable_grad():
-        losses = [closure()]
+class _Closure:
+    """The closure of a step, called before techniques act on the gradients that it computes."""
 
-    def loss() -> Any:
-        if not losses:
+    def __init__(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments = [*enumerate(args), *kwargs.items()]
+        self._optimizer, self._args, self._kwargs = optimizer, args, kwargs
+        self._places = [place for place, value in arguments if place and callable(value)]
+        with torch.enable_grad():
+            self._losses = [value() for place, value in arguments if place in self._places]
+        self._point = self._present()
+
+    def instead(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the arguments of the step with a closure that only returns the loss; None without a closure."""
+        if not self._places:
+            return None
+        self._point = self._present()
+        changed = [self._loss if place in self._places else value for place, value in enumerate(self._args)]
+        return tuple(changed), {k: self._loss if k in self._places else value for k, value in self._kwargs.items()}
+
+    def _loss(self) -> Any:
+        if not self._losses or self._present() != self._point:
             raise Error(
                 "techniques act on gradients once for each step, and this optimizer calls the closure several times in "
-                "a step; use an optimizer that calls it once"
+                "a step, or for other weights (as LBFGS and SAM do); use an optimizer that calls it once, first of all"
             )
-        return losses.pop()
+        return self._losses.pop()
 
-    changed = [loss if place == number else value for number, value in enumerate(args)]
-    return tuple(changed), {key: loss if place == key else value for key, value in kwargs.items()}
+    def _present(self) -> list[tuple[int, bool]]:
+        """Return what shows whether the weights have changed, or gradients have gone."""
+        return [(p._version, p.grad is None) for group in self._optimizer.param_groups for p in group["params"]]
 
 
 class _Hooks:
-    """The hooks on one optimizer, for the techniques of ``runtimes``, the applied models in the order of preparing."""
+    """The hooks on one optimizer, for the techniques of ``runtimes``, the applied models in the order of preparing.
+
+    Attributes:
+        acts_before: by model, whether a technique acts before the step in this phase or a later one.
+    """
 
     def __init__(self, runtimes: Sequence[Runtime], optimizer: torch.optim.Optimizer, memory: Memory) -> None:
         self.optimizer, self.memory = optimizer, memory
+        self.acts_before = WeakKeyDictionary[nn.Module, bool]()
         self.serve(runtimes)
         self._scratch: dict[Any, dict[Any, Any]] = {}
         self._loaded_state: dict[str, Any] = {}  # while load_state_dict runs
@@ -169,9 +188,8 @@ class _Hooks:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._scratch = {}
-        step = None
-        if self._acting_before():
-            step = _with_closure_called(args, kwargs)
+        acts = any(self.acts_before.get(runtime.root) for runtime in self.runtimes if _is_live(runtime))
+        closure = _Closure(optimizer, args, kwargs) if acts else None
         names = self._acting_before()  # a phase may have begun in the closure
         if names and getattr(optimizer, "grad_scale", None) is not None:
             raise Error(
@@ -181,7 +199,7 @@ class _Hooks:
         if not _skips(optimizer):
             self._run(BEFORE)
         self.memory.mirror(stepping=True)
-        return step
+        return None if closure is None else closure.instead()
 
     def _acting_before(self) -> str:
         """Return the names of the techniques that act on gradients before the step."""

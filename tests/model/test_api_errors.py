@@ -197,6 +197,13 @@ def test_a_module_runs_uncompiled_only_while_it_has_a_hook_on_its_backward(monke
     assert len(runs) == len(seen) == 2
 
 
+def test_a_meta_tensor_among_the_inputs_does_not_switch_the_policy_off():
+    model = module_of(lambda self, batch: self.linear(batch["x"]), linear=nn.Linear(32, 32))
+    plain, x = copy.deepcopy(model), torch.randn(4, 32)
+    y = fp4graph.apply(model, one_rule(), backend="eager")({"x": x, "like": torch.empty(2, device="meta")})
+    assert not torch.allclose(y, plain({"x": x}))
+
+
 def test_weights_of_a_list_train_after_a_call_on_the_meta_device():
     def forward(self, x):
         for matrix in self.matrices:

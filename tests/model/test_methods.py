@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import inspect
 
 import pytest
@@ -90,7 +91,9 @@ def test_methods_follow_copies_phases_removal_and_bypass():
 def test_a_method_that_returns_an_object_with_gradients_counts():
     class Encoder(nn.Linear):
         def encode(self, x):
-            return torch.distributions.Normal(self(x), 1.0, validate_args=False)
+            result = torch.distributions.Normal(self(x), 1.0, validate_args=False)
+            result.origin, result.math = result, ctypes  # attributes that are not looked through
+            return result
 
     model = training.applied(Encoder(32, 32), one_rule(), methods=["encode"])
     model.encode(torch.randn(4, 32))

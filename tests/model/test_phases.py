@@ -156,6 +156,20 @@ def test_a_training_resumes_in_a_phase_that_begins_or_ends_the_state_of_a_techni
 
 
 @pytest.mark.slow
+def test_state_of_a_later_phase_is_loaded_in_parts_too() -> None:
+    data = policy({"at": 1, "techniques": [{"q_ema": {"beta": 0.5}}]})
+    whole, _ = run(data, range(5))
+    state, entries = run(data, range(3))[1]
+    model = applied(data)
+    optimizer = prepared(model)
+    for key, value in state.items():
+        model.load_state_dict({key: value}, strict=False)
+    optimizer.load_state_dict(entries)
+    resumed = train(model, optimizer, ((batch(step),) for step in range(3, 5)))
+    assert_equal(resumed, whole[-len(resumed) :])
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a state dict was loaded after:fp4graph.PolicyWarning")
 def test_a_training_that_begins_with_weights_alone_takes_no_average_of_a_later_phase() -> None:
     data = policy({"at": 1, "techniques": [{"q_ema": {"beta": 0.5}}]})

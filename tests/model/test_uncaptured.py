@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from functools import partial
 
 import pytest
@@ -97,34 +96,6 @@ def test_products_of_activations_behind_a_graph_break_belong_to_their_module(rou
         fp4graph.remove(model)
     assert torch.equal(*outputs)
     assert not torch.allclose(outputs[0], model(x), atol=1e-3)
-
-
-def test_a_weight_that_trains_unseen_draws_one_warning():
-    """Dynamo skips the loop, and nobody calls the layer."""
-
-    def forward(self, x):
-        for _ in range(1):
-            torch._dynamo.graph_break()
-            x = torch.nn.functional.linear(x, self.layer.weight)
-        return x
-
-    skipped = module_of(forward, layer=torch.nn.Linear(WIDTH, WIDTH))
-    model, x = applied(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), skipped), one_rule()), torch.randn(8, WIDTH)
-    with pytest.warns(PolicyWarning, match=r"1\.layer\.weight has a gradient, but.*module: '\*\.layer'"):
-        model(x).sum().backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(x).sum().backward()
-
-
-def test_a_layer_that_runs_from_the_second_step_on_draws_no_warning():
-    model = module_of(lambda self, x, late: self.a(x) if late else self.b(x), a=torch.nn.Linear(WIDTH, WIDTH),
-                      b=torch.nn.Linear(WIDTH, WIDTH))  # fmt: skip
-    model, x = applied(model, one_rule()), torch.randn(8, WIDTH)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", PolicyWarning)
-        for late in (False, True):
-            model(x, late).sum().backward()
 
 
 @uncompiled

@@ -309,14 +309,18 @@ def test_a_technique_quantizes_a_parameter_only_if_its_parts_have_the_scales_of_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("begins", [SPAM, Q_EMA, None], ids=["other options", "other techniques", "no technique"])
-def test_a_closure_is_called_before_techniques_act_on_gradients(begins):
+@pytest.mark.parametrize(
+    ("first", "begins"),
+    [(SPAM, SPAM), (SPAM, Q_EMA), (SPAM, None), (None, DAMPEN), (None, FREEZE), (Q_EMA, SPAM)],
+    ids=["other options", "other techniques", "no technique", "dampen first", "freeze first", "first before a step"],
+)
+def test_a_closure_is_called_before_techniques_act_on_gradients(first, begins):
     """Lightning gives every step a closure, and a phase may begin in it."""
-    spam = {"stable_spam": OPTIONS | {"theta": 0.9}}
+    first = {"stable_spam": OPTIONS | {"theta": 0.9}} if first == SPAM else first
     later = {"at": 2, "techniques": [begins]} if begins else {"at": 2, "rules": [], "default": "keep"}
     ended = []
     for closes in (False, True):
-        model = applied(Two(), policy(spam, phases=[later]))
+        model = applied(Two(), policy(*filter(None, [first]), phases=[later]))
         optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), **ADAM))
         for x in torch.randn(5, 8, 64, generator=torch.Generator().manual_seed(2)):
 
@@ -341,8 +345,22 @@ class Twice(torch.optim.AdamW):
             return closure(), closure()
 
 
-def test_an_optimizer_that_calls_its_closure_again_is_refused_by_techniques_on_gradients():
+class Ascends(torch.optim.AdamW):
+    """Computes gradients at the weights that it has moved to, as SAM does."""
+
+    def step(self, closure):
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(0.1)
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        return super().step()
+
+
+@pytest.mark.parametrize("kind", [Twice, Ascends])
+def test_an_optimizer_that_computes_gradients_again_is_refused_by_techniques_on_gradients(kind):
     model = applied(Two(), policy(SPAM))
-    optimizer = fp4graph.prepare_optimizer(model, Twice(model.parameters()))
+    optimizer = fp4graph.prepare_optimizer(model, kind(model.parameters()))
     with pytest.raises(fp4graph.Error, match="calls the closure several times"):
         optimizer.step(lambda: model(torch.randn(8, 64)).sum().backward())
