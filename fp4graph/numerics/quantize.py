@@ -44,11 +44,16 @@ def fake_quantize(x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor |
             or ``x`` has too few axes for the block.
     """
     blocking, codes, scale = quantize(x, spec, dim, key)
-    wide = x.to(torch.float32) if x.element_size() == 1 else x  # torch subtracts no 8-bit floats
-    y: Tensor = blocking.join(dequantize(codes, scale, spec).to(x.dtype)).to(wide.dtype)
+    y: Tensor = blocking.join(dequantize(codes, scale, spec).to(x.dtype))
+    from fp4graph import torch_internals  # not above: commands read plugins without torch
+
+    transformed = torch_internals.is_functorch_active() or torch_internals.is_forward_mode_active()
+    if not (x.requires_grad or transformed):
+        return y
     # The bracket is +0, which leaves y as it is, -0 too, and has the derivative of x. torch drops the derivatives of an
     # autograd.Function where torch.compile meets torch.func.
-    return (y - (wide.detach() - wide)).to(x.dtype)
+    wide = x.to(torch.float32) if x.element_size() == 1 else x  # torch subtracts no 8-bit floats
+    return (y.to(wide.dtype) - (wide.detach() - wide)).to(x.dtype)
 
 
 def quantize(
