@@ -100,6 +100,17 @@ def test_explain_shows_the_site_of_a_linear_layer():
 
 @uncompiled
 @stances
+def test_an_einsum_is_written_out_where_a_rule_names_the_module_of_its_weight(stance):
+    policy = one_rule(match={"op": "linear", "module": "linear"})
+    outputs = []
+    for form in ("einsum with ...", "@"):
+        with torch.compiler.set_stance(stance):
+            outputs.append(applied(layer(form), policy)(columns("@")))
+    assert torch.equal(*outputs)
+
+
+@uncompiled
+@stances
 def test_a_stack_of_weights_multiplies_each_its_own_matrix(stance):
     torch.manual_seed(0)
     model = module_of(lambda self, x: self.w @ x, w=nn.Parameter(torch.randn(3, N, K)))

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import inspect
+import types
 
 import pytest
 import torch
@@ -88,18 +88,22 @@ def test_methods_follow_copies_phases_removal_and_bypass():
     assert not any(name in twin.__dict__ for name in METHODS)
 
 
-def test_a_method_that_returns_an_object_with_gradients_counts():
+@pytest.mark.parametrize("detaches", [False, True])
+def test_a_method_that_returns_an_object_counts_if_a_tensor_of_the_object_has_gradients(detaches):
     class Encoder(nn.Linear):
         def encode(self, x):
-            result = torch.distributions.Normal(self(x), 1.0, validate_args=False)
-            result.origin, result.math = result, ctypes  # attributes that are not looked through
+            mean = self(x)
+            result = torch.distributions.Normal(mean.detach() if detaches else mean, 1.0, validate_args=False)
+            library = types.ModuleType("library")
+            library.weight = self.weight  # no part of the result
+            result.origin, result.library = result, library
             return result
 
     model = training.applied(Encoder(32, 32), one_rule(), methods=["encode"])
     model.encode(torch.randn(4, 32))
     with torch.no_grad():
         model.encode(torch.randn(4, 32))
-    assert runtime_of(model).count == 1
+    assert runtime_of(model).count == (0 if detaches else 1)
 
 
 def test_methods_of_a_model_that_was_saved_whole_refuse_to_run_until_apply():
