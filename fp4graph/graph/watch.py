@@ -48,9 +48,7 @@ class Watcher(Interpreter):
         self._handles = handles
         self._suspects: list[Node] = []
         self._tainted: set[Node] = set()
-        self._writers: dict[
-            Node, Node
-        ] = {}  # nodes with values that became NaN or Inf by a write, and the writing nodes
+        self._writers: dict[Node, Node] = {}  # by node whose value became NaN or Inf by a write: the writing node
         self._repaired: set[Node] = set()
 
     def __call__(self, *args: Any) -> Any:

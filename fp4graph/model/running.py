@@ -246,18 +246,21 @@ def _counts(forward: Forward, result: Any) -> bool:
     return _needs_gradient(result)
 
 
+#: The kinds of objects in a result whose attributes are not part of the result.
+_NOT_SEARCHED = (Tensor, nn.Module, torch.optim.Optimizer, ModuleType, type)
+
+
 def _needs_gradient(result: Any) -> bool:
     """Return whether ``result`` is or has a tensor that requires gradients, or an iterator, which may yield one.
 
-    Attributes of objects such as dataclasses and distributions count too, but not those of modules and optimizers.
+    Attributes of objects such as dataclasses and distributions count too.
     """
     pending, seen = [result], set[int]()
     while pending:
         for x in pytree.tree_leaves(pending.pop()):
             if isinstance(x, Iterator) or (isinstance(x, Tensor) and x.requires_grad):
                 return True
-            opaque_kinds = (Tensor, nn.Module, torch.optim.Optimizer, ModuleType, type)
-            if hasattr(x, "__dict__") and not isinstance(x, opaque_kinds) and id(x) not in seen:
+            if hasattr(x, "__dict__") and not isinstance(x, _NOT_SEARCHED) and id(x) not in seen:
                 seen.add(id(x))
                 pending.append(vars(x))
     return False

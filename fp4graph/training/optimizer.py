@@ -133,7 +133,7 @@ class _Closure:
         self._places = [place for place, value in arguments if place and callable(value)]
         with torch.enable_grad():
             self._losses = [value() for place, value in arguments if place in self._places]
-        self._point = self._present()
+        self._point = list[tuple[int, bool]]()  # the weights for which the optimizer may ask the loss
 
     def instead(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Return the arguments of the step with a closure that only returns the loss; None without a closure."""
