@@ -38,7 +38,7 @@ class TensorScaling(Technique):
     kept only for products with a weight. Each backward must follow its forward, because it refreshes γ of dY.
 
     With ``share: siblings`` g of fprop.weight is the largest g of the weights that servers fuse under one tensor scale:
-    q, k and v; gate and up. Families of ``groups`` come first. Siblings read the same X. Experts share γ one by one.
+    q, k and v; gate and up. Families of ``groups`` come first. γ of X is equal already. Each expert has shared γ.
 
     Source: "Elucidating the design space of FP4 training", Eq. 2 and sec. 3.1, also for headroom 0.5 (after Chmiel et
     al. 2025, "FP4 All the Way"); NVIDIA 2025, "Pretraining LLMs with NVFP4"; Graphcore's UE5M3 code (held γ).

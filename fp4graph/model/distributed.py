@@ -106,7 +106,7 @@ def compile_sharded(root: nn.Module, weights: Iterable[Weight], backend: Backend
     compiled: dict[type, Callable[..., Any]] = {}
     for module in sharded:
         forward = module.__dict__.get("forward")
-        replaced = forward.own if isinstance(forward, hooks.GuardedForward) else forward
+        replaced = forward.previous if isinstance(forward, hooks.GuardedForward) else forward
         if replaced is None and hooks.mark_hooks(module):
             cls = type(module)
             if cls not in compiled:

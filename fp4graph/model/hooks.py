@@ -142,12 +142,12 @@ class GuardedForward(_Instead):
     """``forward`` of a root that owns quantized weights: a direct call runs the root's hooks too.
 
     Attributes:
-        own: the ``forward`` that other code had set on the root itself, or None.
+        previous: the ``forward`` that other code had set on the root itself, or None.
     """
 
     def __init__(self, module: nn.Module, current: CurrentForward) -> None:
         super().__init__(module, "forward", current)
-        self.own: Callable[..., Any] | None = module.__dict__.get("forward")
+        self.previous: Callable[..., Any] | None = module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = self._current
@@ -158,15 +158,15 @@ class GuardedForward(_Instead):
                     return current.part(self.module, args, kwargs)
                 for hook in marks:
                     hook(self.module, args)
-        if self.own is not None:
-            return self.own(*args, **kwargs)
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def remove(self) -> None:
-        """Give the root the forward back that it had."""
+        """Give the root its previous forward back."""
         del self.module.forward
-        if self.own is not None:
-            self.module.forward = self.own
+        if self.previous is not None:
+            self.module.forward = self.previous
 
 
 class Method(_Instead):

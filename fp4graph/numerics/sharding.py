@@ -23,8 +23,10 @@ def whole(x: Tensor) -> Tensor:
 
 
 def peak(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the largest magnitude in all of ``x``. The part of ``x`` on a process may be empty, as where a parameter
-    has fewer rows than there are processes."""
+    """Return the largest magnitude in all of ``x``, 0-d, in ``dtype``; NaN if ``x`` has NaN.
+
+    The part of ``x`` on a process may be empty, as where a parameter has fewer rows than there are processes.
+    """
     part = x.to_local() if is_sharded(x) else x
     low, high = part.aminmax() if part.numel() else part.new_zeros((2,))
     largest = torch.maximum(-low, high).to(dtype)
