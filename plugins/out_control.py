@@ -64,7 +64,7 @@ class OutControl(Technique):
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse rules in which the channels of the fprop operands are not the channels of X."""
         checks.refuse_transforms(techniques, "its channels are no longer the channels of X")
-        checks.refuse_wrappers(techniques, "split", {Operand.FPROP_INPUT}, "hides outliers that out_control measures")
+        checks.refuse_wrappers(techniques, "split", {Operand.FPROP_INPUT}, "takes outliers out of X, unmeasured")
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
         """Return a reason if an operand of fprop is not quantized: then no channels are chosen."""
