@@ -50,8 +50,7 @@ frame_hook = eval_frame.get_eval_frame_callback
 
 
 def dynamo_setting(name: str) -> Any:
-    """Return Dynamo's setting ``name``, or None if this torch has no such setting. The public torch.compiler.config has
-    few settings. Checked on torch 2.13 to 2.15."""
+    """Return a setting of Dynamo, or None if there is none; it has no getter. Checked on torch 2.13 to 2.15."""
     return getattr(torch._dynamo.config, name, None)
 
 
@@ -95,9 +94,8 @@ def constant_result(function: _Function) -> _Function:
 def retry_skipped_code() -> None:
     """Have Dynamo compile again the code that it skips.
 
-    After a failed capture Dynamo skips the code object for good. Another model of the class would then run that code,
-    and the functions it calls, outside its graph. torch.compiler.reset would drop all graphs of the process.
-    Checked on torch 2.13 to 2.15.
+    After a failed capture Dynamo skips the code object for good. Another model of the class would then run that code
+    outside its graph. torch.compiler.reset would drop all graphs of the process. Checked on torch 2.13 to 2.15.
     """
     from torch._dynamo import convert_frame
 
@@ -116,8 +114,7 @@ def forget_code(code: CodeType) -> None:
 
 
 def captured_graphs() -> int:
-    """Return how many graphs Dynamo has captured in this process; 0 if Dynamo was not imported. Only Dynamo's private
-    statistics have the number. Checked on torch 2.13 to 2.15."""
+    """Return how many graphs Dynamo has captured; only private statistics say it. Checked on torch 2.13 to 2.15."""
     if "torch._dynamo" not in sys.modules:
         return 0
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
@@ -225,8 +222,7 @@ def functions_cached(versions: Mapping[str, str]) -> Iterator[None]:
 
 
 def backward_id() -> int:
-    """Return the number of the backward that runs in this thread, or -1 if none runs. Autograd has no public getter.
-    Checked on torch 2.13 to 2.15."""
+    """Return the number of this thread's running backward, or -1. It has no getter. Checked on torch 2.13 to 2.15."""
     return torch._C._current_graph_task_id()
 
 
@@ -277,11 +273,9 @@ def has_saved_tensor_hooks() -> bool:
 
 
 def checkpointed_region() -> Any:
-    """Return torch's object for the region of activation checkpointing that runs now, or None. The forward of a region
-    and its recomputation have the same object.
-
-    Only a closure of the region's hooks for saved tensors holds the object. Checked on torch 2.13 to 2.15.
-    """
+    """Return torch's object for the region of non-reentrant checkpointing that runs now, or None. The forward of a
+    region and its recomputation have the same object, which only a closure of the region's hooks for saved tensors
+    holds. Checked on torch 2.13 to 2.15."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     pack = None if hooks is None else hooks[0]
     for cell in getattr(getattr(pack, "_torchdynamo_orig_callable", pack), "__closure__", None) or ():
@@ -290,6 +284,13 @@ def checkpointed_region() -> Any:
         if isinstance(content, _CheckpointFrame):
             return content
     return None
+
+
+def recompute_by(region: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have a checkpointed region recompute by ``wrap`` of its function. ``region`` is a :func:`checkpointed_region` or
+    the context of a CheckpointFunction; neither has a public hook. Checked on torch 2.13 to 2.15."""
+    name = "recompute_fn" if isinstance(region, _CheckpointFrame) else "run_function"
+    setattr(region, name, wrap(getattr(region, name)))
 
 
 def is_functorch_active() -> bool:
@@ -316,8 +317,7 @@ def without_dispatch_modes() -> AbstractContextManager[Any]:
 
 @contextmanager
 def without_function_modes(kind: type) -> Iterator[None]:
-    """Suspend every TorchFunctionMode of class ``kind`` in this context, as :func:`without_dispatch_modes` suspends
-    modes. Checked on torch 2.13 to 2.15."""
+    """Suspend each TorchFunctionMode of class ``kind``; torch has no such context. Checked on torch 2.13 to 2.15."""
     stack: list[Any] = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     kept = [mode for mode in stack if not isinstance(mode, kind)]
 
@@ -360,8 +360,8 @@ def qualified_name(target: Any) -> str | None:
 
 
 def operator_writes(target: Any) -> bool | None:
-    """Return whether an operator writes into an argument, or may do so; None for any other target. An operator has no
-    public schema. Checked on torch 2.13 to 2.15."""
+    """Return whether an operator may write into an argument; None for any other target. Operators have no public
+    schema. Checked on torch 2.13 to 2.15."""
     if isinstance(target, HigherOrderOperator):
         return True
     if isinstance(target, OpOverload):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import inspect
 import logging
 import re
 from collections.abc import Callable
@@ -442,6 +443,25 @@ def test_checkpointed_region():
     assert again is first
     assert second is not first
     assert internals.checkpointed_region() is None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recompute_by(reentrant):
+    runs = []
+
+    def function(x):
+        region = internals.checkpointed_region()
+        if reentrant and (frame := inspect.currentframe().f_back) is not None:
+            region = frame.f_locals.get("ctx")
+        if region is not None and not runs:
+            internals.recompute_by(region, lambda call: lambda *args: runs.append("again") or call(*args))
+        runs.append("function")
+        return x.sin()
+
+    x = torch.ones(1, requires_grad=True)
+    checkpoint(function, x, use_reentrant=reentrant).backward()
+    assert runs == ["function", "again", "function"]
+    assert x.grad == torch.cos(torch.ones(1))
 
 
 # Transforms and modes

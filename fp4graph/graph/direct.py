@@ -7,6 +7,7 @@ captured graph. So the decisions, the noise and the bits are those of the captur
 
 from __future__ import annotations
 
+import copy
 import inspect
 import types
 from collections import Counter
@@ -64,6 +65,7 @@ class Direct(TorchFunctionMode):
         idle: the kinds of operations that have no matrix work; the pass adds to them.
         carries: marks the weight of a module that the forward uses without calling the module; returns whether this
             succeeded.
+        recomputes: called with a checkpointed region that begins in the forward, and a copy of the pass at that place.
         lists: also list work that every policy keeps.
         recording: sees the sites as they run, or None.
         first_occurrence: number of sites of each module that ran before.
@@ -82,6 +84,7 @@ class Direct(TorchFunctionMode):
         produced: MutableMapping[Tensor, str | None],
         idle: set[Any],
         carries: Callable[[UnmarkedWeight], bool],
+        recomputes: Callable[[Any, Direct], None],
         lists: bool = False,
         recording: Recording | None = None,
         first_occurrence: Mapping[str, int] | None = None,
@@ -91,6 +94,7 @@ class Direct(TorchFunctionMode):
         self.marked: set[str | None] = set()
         self._policy, self._names, self._whole_model = policy, names, whole_model
         self._idle, self._recording, self._carries, self._lists = idle, recording, carries, lists
+        self._recomputes = recomputes
         self._shown: Counter[str] = Counter()
         self._describer = Describer(names, policy.may_quantize)
         self._markers = Markers()
@@ -99,6 +103,37 @@ class Direct(TorchFunctionMode):
         self._tag: str | None = None
         self._backward = torch_internals.backward_id()
         self._functions_outside = len(_functions())
+        self._regions = {id(region): region for region in self._running_regions()}
+
+    def copy(self) -> Direct:
+        """Return a pass that runs the operations from here on again, with the same noise."""
+        again = copy.copy(self)
+        again.planner, again.marked = Planner(self._policy, self.planner.occurrences), set()
+        again._markers, again._stack = self._markers.copy(), dict(self._stack)
+        again._describer = Describer(self._names, self._policy.may_quantize)
+        again._recording, again._lists, again._regions = None, False, {}
+        return again
+
+    def begin_again(self) -> Direct:
+        """Return a :meth:`copy` for the backward that runs now."""
+        again = self.copy()
+        again._backward, again._functions_outside = torch_internals.backward_id(), len(_functions())
+        again._regions = {id(region): region for region in again._running_regions()}
+        return again
+
+    def look_for_region(self) -> None:
+        """Report each checkpointed region that has begun: its recomputation, in the backward, needs a pass too."""
+        for region in self._running_regions():
+            if id(region) not in self._regions:
+                self._regions[id(region)] = region
+                self._recomputes(region, self.copy())
+
+    def _running_regions(self) -> list[Any]:
+        """Return the checkpointed regions that run now, by torch's objects."""
+        if not torch.is_grad_enabled():  # as in the forward of a reentrant checkpoint
+            return [ctx for function, ctx in _forwards() if function is CheckpointFunction]
+        region = torch_internals.checkpointed_region()
+        return [] if region is None else [region]
 
     @contextmanager
     def inside(self, module: nn.Module) -> Iterator[None]:
@@ -137,6 +172,7 @@ class Direct(TorchFunctionMode):
         of_model = torch_internals.backward_id() == self._backward
         if not of_model or (node := self._nodes.of_call(exact, inputs := dict[Node, Tensor]())) is None:
             return exact()
+        self.look_for_region()
         node.meta["nn_module_stack"] = self._stack
         if self._tag is not None:
             node.meta["fp4graph_op"] = self._tag
@@ -289,18 +325,22 @@ def _check_function(function: Any, found: FoundProduct) -> None:
 
 def _functions() -> list[Any]:
     """Return the custom autograd functions whose forwards are running, innermost first; checkpoints are left out."""
-    functions, frame = [], inspect.currentframe()
+    return [function for function, _ in _forwards() if function is not CheckpointFunction]
+
+
+def _forwards() -> Iterator[tuple[Any, Any]]:
+    """Yield each autograd function whose forward is running, innermost first, and its context if it gets one."""
+    frame = inspect.currentframe()
     while frame is not None:
         code = frame.f_code
         if code.co_name == "forward":
             first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
             owner = frame.f_globals.get(code.co_qualname.rpartition(".")[0])  # a class with setup_context() gets no ctx
             if isinstance(first, FunctionCtx):
-                functions.append(getattr(first, "_forward_cls", type(first)))
+                yield getattr(first, "_forward_cls", type(first)), first
             elif isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
-                functions.append(owner)
+                yield owner, None
         frame = frame.f_back
-    return [function for function in functions if function is not CheckpointFunction]
 
 
 def _from_outside(node: Node) -> bool:

@@ -17,7 +17,7 @@ from fp4graph.graph.arguments import in_order
 from fp4graph.graph.describe import Describer
 from fp4graph.graph.expand import inline, write_out
 from fp4graph.graph.experts import follow
-from fp4graph.graph.found import Found, Markers
+from fp4graph.graph.found import Body, Found, Markers
 from fp4graph.graph.marker import Marker
 from fp4graph.graph.names import Names
 from fp4graph.graph.operations import NoProduct, Verdict, operation_of, read_product, tag_of
@@ -141,7 +141,9 @@ class _Finder:
                 continue
             self._visited.add(id(inner))
             if name in _TRANSPARENT:
-                self.walk(inner, Markers(_placeholders(node, inner, markers)))
+                operands, uses = _operands(node, inner), gm.graph.find_nodes(op="get_attr", target=argument.target)
+                grows = bool(operands) and name != "hints_wrapper" and sum(len(use.users) for use in uses) == 1
+                self.walk(inner, Markers(Body(node, inner.graph, operands, markers, grows)))
                 continue
             for inside in list(inner.graph.nodes):
                 if Marker.read(inside) is not None:
@@ -161,10 +163,10 @@ class _Finder:
             )
 
 
-def _placeholders(node: Node, inner: GraphModule, markers: Markers) -> dict[Node, Node]:
-    """Map each placeholder of ``inner``, the body of the higher-order op ``node``, to the node that it stands for."""
+def _operands(node: Node, inner: GraphModule) -> dict[Node, Node]:
+    """Map each placeholder of ``inner``, the body of the higher-order op ``node``, to the operand of ``node``."""
     places = [n for n in inner.graph.nodes if n.op == "placeholder"]
     arguments = [argument for argument in node.args if isinstance(argument, Node) or argument is None]
     operands = arguments[-len(places) :] if places else []
     pairs = zip(places, operands, strict=True)
-    return {place: markers.outside(operand) for place, operand in pairs if isinstance(operand, Node)}
+    return {place: operand for place, operand in pairs if isinstance(operand, Node)}

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from fp4graph.graph.expand import Replacement
 from fp4graph.graph.marker import Marker, module_stack
 from fp4graph.graph.names import Owner
 from fp4graph.graph.operations import Verdict
-from fp4graph.graph.products import Product
+from fp4graph.graph.products import Product, value_of
 from fp4graph.technique.site import SiteView
 
 #: Counts the FLOPs of a call where torch's counter cannot, like ``Operation.flops``; None stands for torch's counter.
@@ -118,21 +118,69 @@ class Found:
     replacements: list[Replacement] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Body:
+    """The body of a higher-order op, such as a checkpointed region, in the graph around it.
+
+    Attributes:
+        call: the node of the op.
+        graph: the body.
+        operands: maps the body's placeholders to the operands of the call.
+        around: the markers of the graph around the body.
+        grows: whether the call can take further operands, because no other call shares the body.
+    """
+
+    call: Node
+    graph: Graph
+    operands: dict[Node, Node]
+    around: Markers
+    grows: bool
+
+    def carry(self, marked: Marked | None) -> Marked | None:
+        """Return a marker from around the body with its tensors as inputs of the body, or None.
+
+        A region may start inside of the module whose products it holds, after the module's marker.
+        """
+        if marked is None or not self.grows:
+            return None
+        marker = marked.marker
+        key, step, *state = (self._input(node) for node in (marker.key, marker.step, *marker.state))
+        return replace(marked, marker=replace(marker, key=key, step=step, state=state))
+
+    def _input(self, node: Node) -> Node:
+        for place, operand in self.operands.items():
+            if operand is node:
+                return place
+        with self.graph.inserting_after(self.graph.find_nodes(op="placeholder")[-1]):
+            place = self.graph.placeholder(node.name)
+        place.meta = {"example_value": value_of(node)}
+        self.call.args = (*self.call.args, node)
+        self.operands[place] = node
+        return place
+
+
 class Markers:
     """The markers found so far in a captured graph, or in the body of a higher-order op in it.
 
     Args:
-        outer: maps placeholders of the body to the nodes of the captured graph that they stand for.
+        body: the body, or None for the captured graph.
     """
 
-    def __init__(self, outer: Mapping[Node, Node] | None = None) -> None:
-        self._outer = outer or {}
+    def __init__(self, body: Body | None = None) -> None:
+        self._body = body
         self._by_weight: dict[Node, Marked] = {}
         self._by_module: dict[int | None, Marker] = {}  # None: the module whose forward the graph is
 
+    def copy(self) -> Markers:
+        """Return the markers found so far; markers found later are not added to them."""
+        same = Markers(self._body)
+        same._by_weight, same._by_module = dict(self._by_weight), dict(self._by_module)
+        return same
+
     def outside(self, node: Node) -> Node:
         """Return the node of the captured graph that ``node`` stands for."""
-        return self._outer.get(node, node)
+        body = self._body
+        return node if body is None or node not in body.operands else body.around.outside(body.operands[node])
 
     def add(self, marker: Marker) -> None:
         """Record a marker, which belongs to the nodes after it."""
@@ -143,9 +191,17 @@ class Markers:
 
     def marker_of(self, node: Node, weight: Node | None = None) -> Marked | None:
         """Return the marker that carries ``weight``, else the marker of the innermost marked module around ``node``."""
-        if weight is not None and weight in self._by_weight:
-            return self._by_weight[weight]
-        for identity in (*(caller.id for caller in reversed(module_stack(node))), None):
+        of_weight = None if weight is None else self._of_weight(weight)
+        return of_weight or self._of_module([*(caller.id for caller in reversed(module_stack(node))), None])
+
+    def _of_weight(self, weight: Node) -> Marked | None:
+        found, body = self._by_weight.get(weight), self._body
+        if found is not None or body is None or weight not in body.operands:
+            return found
+        return body.carry(body.around._of_weight(body.operands[weight]))
+
+    def _of_module(self, identities: list[int | None]) -> Marked | None:
+        for identity in identities:
             if identity in self._by_module:
                 return Marked(self._by_module[identity])
-        return None
+        return None if self._body is None else self._body.carry(self._body.around._of_module(identities))

@@ -15,7 +15,7 @@ from fp4graph.graph.found import FoundProduct
 from fp4graph.graph.functions import site_function
 from fp4graph.graph.operations import read_product
 from fp4graph.graph.plan import PlannedSite
-from fp4graph.graph.products import Product
+from fp4graph.graph.products import Product, value_of
 from fp4graph.graph.refusals import rule_that_keeps
 from fp4graph.numerics.sharding import is_sharded
 from fp4graph.ops.state import StateSlot
@@ -71,7 +71,7 @@ def call_of(site: PlannedSite, product: Product) -> SiteCall:
             site=where,
         )
     key = step = None
-    if program.draws:
+    if program.draws and not (program.state and _of_no_layer(found)):
         if marked is None:
             raise UnmarkedWeight(
                 "its quantizers draw noise, whose key the module hands over when it is called, and a graph break parts "
@@ -128,6 +128,14 @@ def _entry(slot: StateSlot, found: FoundProduct) -> Node:
         f"technique, or {rule_that_keeps(found.view.op, found.view.module)}",
         found,
     )
+
+
+def _of_no_layer(found: FoundProduct) -> bool:
+    """Return whether the weight of ``found`` is computed, or a matrix that no layer and no stack of experts owns."""
+    parameter: Any = found.views[0].args[0] if found.views else found.product.b
+    value = value_of(parameter)
+    matrix = value is not None and value.dim() == 2
+    return found.owner is None or (matrix and not found.owner.parameter.endswith("weight"))
 
 
 def _same_view(node: Node, views: tuple[Node, ...]) -> Node:

@@ -134,6 +134,12 @@ class Capture:
         for entry, _ in self._entries.values():
             torch_internals.forget_code(entry.__code__)
 
+    def start_over(self) -> None:
+        """Forget the graphs and sites of the running call, which failed and will run from its beginning."""
+        self.forget()
+        self._frames = {frame: held for frame, held in self._frames.items() if frame[0] != self._running}
+        self.sites[:] = [site for _, sites in self._frames.values() for site in sites]
+
     def compile(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Rewrite a graph, record its sites, compile it, and return the function that runs it."""
         frame = self._running, torch_internals.compiled_frame()

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +21,25 @@ from fp4graph.graph.direct import Direct
 from fp4graph.model.forward import Kind
 from fp4graph.torch_internals import frame_hook
 
+_Start = TypeVar("_Start")
+#: The start of an uncompiled pass: the step tensor, and the number of sites that each module had run before, if known.
+PassStart = tuple[Tensor, "dict[str, int] | None"]
 #: A key that a caller puts into the memo of a deepcopy, so that the copy stays unapplied.
 PLAIN: Any = "fp4graph_plain"
 
 
 @dataclass
-class Calls:
-    """The calls of a model in one checkpointed region: their step tensors, and how many each backward has repeated."""
+class Calls(Generic[_Start]):
+    """The calls in one checkpointed region: how each began, and how many of them each backward has repeated."""
 
-    steps: list[Tensor] = field(default_factory=list)
+    starts: list[_Start] = field(default_factory=list)
     repeats: Counter[int] = field(default_factory=Counter)
+
+    def repeat(self) -> _Start | None:
+        """Return the start of the call that the running backward repeats next, or None if it repeats no further one."""
+        place = self.repeats[torch_internals.backward_id()]
+        self.repeats[torch_internals.backward_id()] += 1
+        return self.starts[place] if place < len(self.starts) else None
 
 
 @dataclass(eq=False)
@@ -46,8 +55,10 @@ class CurrentForward:
             the compiled call.
         ran: ids of the modules that ran uncompiled, with gradients, since the count of forwards last changed.
         last: the kind of the last forward with gradients that has begun, or None.
-        regions: maps a checkpointed region to its forward's step tensor and the sites each module had run before it.
-        calls: maps a checkpointed region to the calls of the model in it.
+        repeats: whether a checkpoint runs modules again, which does not count.
+        passes: maps a checkpointed region to the uncompiled passes in it: their step tensors, and the numbers of sites
+            that each module had run before, or None.
+        calls: maps a checkpointed region to the step tensors of the model's calls in it.
         part: runs a module that was called by itself. None runs the module unchanged, and its mark hook raises.
         uncaptured: runs a module that the compiled call calls outside of its graphs; ``disabled`` says whether Dynamo
             is disabled there. None leaves the module to Dynamo.
@@ -62,10 +73,9 @@ class CurrentForward:
     thread: int | None = None
     ran: set[int] = field(default_factory=set)
     last: Kind | None = None
-    regions: weakref.WeakKeyDictionary[Any, tuple[Tensor, dict[str, int]]] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
-    calls: weakref.WeakKeyDictionary[Any, Calls] = field(default_factory=weakref.WeakKeyDictionary)
+    repeats: bool = False
+    passes: weakref.WeakKeyDictionary[Any, Calls[PassStart]] = field(default_factory=weakref.WeakKeyDictionary)
+    calls: weakref.WeakKeyDictionary[Any, Calls[Tensor]] = field(default_factory=weakref.WeakKeyDictionary)
     part: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any] | None = None
     uncaptured: Callable[..., Any] | None = None
     method: Callable[[str, tuple[Any, ...], dict[str, Any]], Any] | None = None
@@ -98,28 +108,42 @@ class CurrentForward:
     def enter(self, module: nn.Module) -> None:
         """Record that ``module`` begins to run in the uncompiled pass."""
         assert self.direct is not None
-        region = torch_internals.checkpointed_region()
-        recomputes = torch_internals.backward_id() != -1  # a checkpoint runs its region again in the backward
-        # A reentrant checkpoint has no region, and its forward runs without gradients.
-        counted = recomputes and (region in self.regions or self.last in (Kind.CALL, Kind.METHOD))
-        if torch.is_grad_enabled() and not counted:
+        self.direct.look_for_region()
+        if torch.is_grad_enabled() and not self.repeats:
             self.ran.add(id(module))
-        if region is not None and region not in self.regions:
-            self.regions[region] = self.step, self.direct.planner.occurrences
+
+    @property
+    def counted(self) -> bool:
+        """Whether a backward runs modules again that have counted in the forward. A reentrant checkpoint's forward has
+        no gradients, so its modules count when they run again, unless a call of the model counts."""
+        known = torch_internals.checkpointed_region() in self.passes or self.last in (Kind.CALL, Kind.METHOD)
+        return known and torch_internals.backward_id() != -1
+
+    def begin_pass(self, before: dict[str, int] | None) -> PassStart:
+        """Return the start of an uncompiled pass that begins now, inside or outside of a checkpointed region.
+
+        ``before`` has the number of sites that each module has run. A pass that a checkpoint repeats starts as in the
+        forward.
+        """
+        start, region = (self.step, before), torch_internals.checkpointed_region()
+        if region is None:
+            return start
+        if torch_internals.backward_id() == -1:
+            self.passes.setdefault(region, Calls()).starts.append(start)
+            return start
+        calls = self.passes.get(region)
+        return (calls and calls.repeat()) or start
 
     def begin_call(self) -> None:
         """Record the step tensor of a call of the model that a checkpoint will repeat."""
         if torch_internals.backward_id() == -1 and (region := torch_internals.checkpointed_region()) is not None:
-            self.calls.setdefault(region, Calls()).steps.append(self.step)
+            self.calls.setdefault(region, Calls()).starts.append(self.step)
 
     def repeated(self) -> Tensor | None:
         """Return the step tensor of the call that a checkpoint repeats in this backward; None for any other call."""
         backward, region = torch_internals.backward_id(), torch_internals.checkpointed_region()
         calls = None if backward == -1 or region is None else self.calls.get(region)
-        if calls is None or calls.repeats[backward] == len(calls.steps):
-            return None
-        calls.repeats[backward] += 1
-        return calls.steps[calls.repeats[backward] - 1]
+        return None if calls is None else calls.repeat()
 
 
 class Parts:

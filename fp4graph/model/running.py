@@ -181,7 +181,8 @@ class Runner:
                 return capture.run(forward.name, forward.args, forward.kwargs)
         except Exception as error:
             refusal, capture.error = capture.error, None
-            if self._refuses_product(error, strict=capture.strict or sharded) or self._carried(refusal, capture):
+            strict = capture.strict or sharded
+            if self._refuses_product(error, strict=strict) or self._marks(refusal, capture, strict=strict):
                 return self._run_compiled(forward, listed)  # from the beginning: graphs before a break run again
             if refusal is not None:
                 self.failure = None if self.checked or self._steps.trained else refusal
@@ -202,11 +203,20 @@ class Runner:
             self._refused, self._dtypes = why, _dtypes(self._plan.root)
         return why is not None
 
-    def _carried(self, error: Error | None, capture: Capture) -> bool:
-        """Mark the weights for whose missing marks the call's first graph was refused; return whether any got one."""
-        unmarked = error.all if isinstance(error, UnmarkedWeight) and not capture.has_run else []
-        carried = [self.uncompiled.carry(each) for each in unmarked]
-        return any(carried)
+    def _marks(self, error: Error | None, capture: Capture, *, strict: bool) -> bool:
+        """Mark the weights for whose missing marks a graph of the call was refused: in the first graph, or in modules
+        that run uncompiled from now on. Return whether that was possible."""
+        unmarked = error.all if isinstance(error, UnmarkedWeight) else []
+        carried = [self.uncompiled.carry(each) for each in unmarked if not capture.has_run]
+        if any(carried):
+            return True
+        if strict or not unmarked or self._refused is not None:
+            return False
+        callers = [self._plan.root.get_submodule(each.caller or "") for each in unmarked]
+        if not self.uncompiled.add_owners(callers):
+            self._refused, self._dtypes = _BROKEN, _dtypes(self._plan.root)
+        capture.start_over()
+        return True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run_refused(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -233,6 +243,13 @@ class Runner:
             return self.uncompiled.run(forward, self.capture, checked=self._listed, running=self._running)
         finally:
             current.ran = ran
+
+
+#: Why a call runs uncompiled whose own products a graph break parts from it.
+_BROKEN = (
+    "a graph break (a print, a disabled function, a loop that torch.compile does not trace) parts products of the "
+    "model itself from its call; remove the break, or move the products into a module"
+)
 
 
 def _dtypes(model: nn.Module) -> frozenset[torch.dtype]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,10 +44,11 @@ class Uncompiled:
         self._idle: set[Any] = set()
         self._warned: set[str] = set()
         self._modules: Mapping[nn.Module, bool] = {}
+        self._owners: set[nn.Module] = set()
 
     def show(self, modules: Mapping[nn.Module, bool], owners: Collection[nn.Module]) -> None:
         """Route the calls of the modules below the root through :class:`Parts`, which takes the arguments."""
-        self._modules = modules
+        self._modules, self._owners = modules, set(owners)
         self.parts = Parts(modules, owners, self._current)
         self.parts.show()
 
@@ -53,6 +56,14 @@ class Uncompiled:
         """Let Dynamo compile modules that own weights as it compiles others: in pieces around graph breaks."""
         self.parts.hide()
         self.show(self._modules, ())
+
+    def add_owners(self, modules: Collection[nn.Module]) -> bool:
+        """Treat ``modules`` as owners of products from now on; return whether one is new and below the root."""
+        new = {module for module in modules if module in self._modules} - self._owners
+        if new:
+            self.parts.hide()
+            self.show(self._modules, self._owners | new)
+        return bool(new)
 
     def run(self, forward: Forward, capture: Capture, *, checked: bool, running: Capture | None = None) -> Any:
         """Run ``forward``, and report its weights and sites to ``capture``.
@@ -68,14 +79,13 @@ class Uncompiled:
                 + " is not compiled; a warning says why. Remove what breaks the graph there, such as a print or a loop "
                 "over the values of a tensor (for experts in transformers, set experts_implementation='grouped_mm')"
             )
-        current, outer = self._current, self._current.step
-        # A call of the model has its own step tensor; a part uses the step tensor of its checkpointed region.
-        region = None if forward.duties.compiled else torch_internals.checkpointed_region()
         # A reentrant checkpoint's forward has no gradients, and its recomputation could not tell what ran before it.
-        follows = running is not None and (region is not None or forward.training)
+        follows = running is not None and (torch_internals.checkpointed_region() is not None or forward.training)
         before = running.ran.occurrences() if running is not None and follows else None
-        current.step, occurrences = current.regions.get(region, (outer, before)) if region else (outer, before)
-        compiled = current.compiled
+        # A call of the model has its own step tensor; a part uses the step tensor of its checkpointed region.
+        step, occurrences = (
+            (self._current.step, before) if forward.duties.compiled else self._current.begin_pass(before)
+        )
         direct = Direct(
             self._plan.policy,
             self._plan.names,
@@ -83,26 +93,51 @@ class Uncompiled:
             produced=self._produced,
             idle=self._idle,
             carries=self._carries,
+            recomputes=partial(self._recompute, step),
             lists=not checked,
             recording=self._inspection.shown(training=forward.training, checked=checked),
             first_occurrence=occurrences,
         )
-        current.direct, current.compiled, current.thread = direct, False, threading.get_ident()
-        ran = set(current.ran)
+        ran = set(self._current.ran)
         try:
-            current.enter(forward.module)
-            with direct, direct.inside(forward.module):
-                result = forward.run()
+            with self._running(direct, step, repeats=self._current.counted):
+                self._current.enter(forward.module)
+                with direct.inside(forward.module):
+                    result = forward.run()
         except BaseException:
-            current.ran = ran  # a failed forward does not count: the next try takes the same count and noise
+            self._current.ran = ran  # a failed forward does not count: the next try takes the same count and noise
             raise
-        finally:
-            current.direct, current.compiled, current.step = None, compiled, outer
         direct.finish(result)
         if running is not None:
             running.ran.note(direct.planner, self._plan.root)
         capture.take(direct.planner, direct.marked, forward, checked=checked)
         return result
+
+    def _recompute(self, step: Tensor, region: Any, seen: Direct) -> None:
+        """Have ``region``, which begins in a pass, recompute in a pass that continues from ``seen`` with the same
+        ``step``: also products that belong to no call of a module in the region need it."""
+
+        def by_a_pass(function: Callable[..., Any]) -> Callable[..., Any]:
+            def recompute(*args: Any, **kwargs: Any) -> Any:
+                with self._running(seen.begin_again(), step, repeats=True):
+                    return function(*args, **kwargs)
+
+            return recompute
+
+        torch_internals.recompute_by(region, by_a_pass)
+
+    @contextmanager
+    def _running(self, direct: Direct, step: Tensor, *, repeats: bool) -> Iterator[None]:
+        """Make ``direct`` the pass in progress, in this thread."""
+        current = self._current
+        saved = current.direct, current.compiled, current.step, current.repeats
+        current.direct, current.compiled, current.step, current.repeats = direct, False, step, repeats
+        current.thread = threading.get_ident()
+        try:
+            with direct:
+                yield
+        finally:
+            current.direct, current.compiled, current.step, current.repeats = saved
 
     def check(self, capture: Capture) -> None:
         """Warn about rules that matched nothing in the first training step, if that step called only parts or methods
@@ -153,10 +188,12 @@ class Uncompiled:
 
     def _carries(self, error: UnmarkedWeight) -> bool:
         """Mark the product of ``error`` now, inside a forward; return whether that was possible."""
-        if (carrying := self.carry(error)) is None:
-            return False
-        carrying(dict(self._plan.root.named_modules(remove_duplicate=False))[error.caller or ""], ())
-        return True
+        caller = dict(self._plan.root.named_modules(remove_duplicate=False))[error.caller or ""]
+        self.carry(error)
+        marking = [h for h in caller._forward_pre_hooks.values() if isinstance(h, hooks.CarryHook | hooks.MarkHook)]
+        for hook in marking:
+            hook(caller, ())
+        return bool(marking)
 
 
 def cause(*, full: bool) -> str:

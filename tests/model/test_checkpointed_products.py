@@ -1,0 +1,123 @@
+"""Products in the body of a checkpointed function, and behind a graph break in the model's own forward."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import fp4graph
+from tests.helpers.policies import one_rule
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
+
+OPS = ["linear", "matmul"]
+POLICIES = {
+    "nearest": one_rule(quantize={"block": 16, "rounding": "nearest"}, match={"op": OPS}),
+    "stochastic": one_rule(quantize={"block": 16, "rounding": "stochastic"}, match={"op": OPS}),
+    "hold_steps": one_rule({"tensor_scaling": {"hold_steps": 2}}, quantize={"block": 16}, match={"op": ["linear"]}),
+}
+
+
+def borrowed(layer, x):
+    """Multiply with the weight of a layer that is not called."""
+    return F.linear(x, layer.weight, layer.bias)
+
+
+def twice(layer, x):
+    return layer(torch.tanh(layer(x)))
+
+
+def attention(layer, x):
+    return (x @ x.mT).softmax(-1) @ x
+
+
+def both(layer, x):
+    return attention(layer, layer(x))
+
+
+class Region(nn.Module):
+    """Runs ``body`` in a method, checkpointed (``reentrant`` or not) or, with None, as it is."""
+
+    def __init__(self, body, reentrant):
+        super().__init__()
+        self.layer, self.body, self.reentrant = nn.Linear(32, 32), body, reentrant
+
+    def run(self, x):
+        return self.body(self.layer, x)
+
+    def forward(self, x):
+        return self.run(x) if self.reentrant is None else checkpoint(self.run, x, use_reentrant=self.reentrant)
+
+
+class Net(nn.Module):
+    def __init__(self, body, reentrant):
+        super().__init__()
+        self.first, self.region, self.last = nn.Linear(32, 32), Region(body, reentrant), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.last(self.region(self.first(x)))
+
+
+def trained(make, policy, *, stance=None, strict=False):
+    """Return outputs and gradients of two training steps."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = fp4graph.apply(make(), policy, backend="eager", seed=1, strict=strict)
+    x, results = torch.randn(2, 8, 32).requires_grad_(), []
+    for _ in range(2):
+        with nullcontext() if stance is None else torch.compiler.set_stance(stance):
+            y = model(x)
+            y.square().sum().backward()
+        results += [y.detach(), *(t.grad.clone() for t in (x, *model.parameters()) if t.grad is not None)]
+    return results
+
+
+@pytest.mark.parametrize("stance", [None, "force_eager"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("body", [borrowed, twice, attention, both])
+def test_a_checkpointed_function_trains_as_without_a_checkpoint(body, policy, reentrant, stance):
+    plain = trained(lambda: Net(body, None), POLICIES[policy])
+    again = trained(lambda: Net(body, reentrant), POLICIES[policy], stance=stance)
+    assert len(plain) == len(again)
+    assert all(map(torch.equal, plain, again))
+
+
+class Breaks(nn.Module):
+    """Breaks the graph between its own products, and calls a layer."""
+
+    def __init__(self, *, breaks=True):
+        super().__init__()
+        self.layer, self.other, self.breaks = nn.Linear(32, 32), nn.Linear(32, 32), breaks
+        self.matrix = nn.Parameter(torch.randn(32, 32) / 6)
+
+    def forward(self, x):
+        y = self.layer(x @ self.matrix)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return borrowed(self.other, y) + attention(None, y)
+
+
+@pytest.mark.parametrize("wrap", [lambda net: net, nn.Sequential])
+def test_products_that_a_graph_break_parts_from_their_module_train_uncompiled(wrap):
+    policy = POLICIES["stochastic"]
+    with pytest.warns(fp4graph.PolicyWarning, match="graph break"):
+        broken = trained(lambda: wrap(Breaks()), policy)
+    whole = trained(lambda: wrap(Breaks(breaks=False)), policy)
+    assert all(map(torch.equal, whole, broken))
+    with pytest.raises(fp4graph.CaptureError, match=r"graph break parts that call.*leave out strict=True"):
+        trained(lambda: wrap(Breaks()), policy, strict=True)
+
+
+def test_a_matrix_of_no_layer_is_named_where_techniques_keep_state():
+    policy = one_rule(
+        {"q_ema": {"beta": 0.9}}, quantize={"block": 16}, operands={"backward": {"rounding": "stochastic"}}
+    )
+    for stance in (None, "force_eager"):
+        with pytest.raises(fp4graph.CaptureError, match=r"technique q_ema keeps state.*parameter 'matrix'"):
+            trained(Breaks, policy, stance=stance)
