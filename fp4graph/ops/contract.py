@@ -49,9 +49,10 @@ def at_stage(stage: str, acting: Acting) -> Iterator[tuple[Any, Context]]:
 
 
 class _Values(torch_internals.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations that bring values of tensors to Python, or whose shapes depend on values.
+    """Refuses operations that bring values of tensors to Python, whose shapes depend on values, or that draw.
 
-    Compiled code cannot run them: without this class a technique would train under ``eager`` and fail under Inductor.
+    Compiled code cannot run the former: without this class a technique would train under ``eager`` and fail under
+    Inductor.
     """
 
     def __init__(self, part: Part, stage: str) -> None:
@@ -62,6 +63,8 @@ class _Values(torch_internals.TorchDispatchMode):  # type: ignore[no-untyped-cal
         depends = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
         if depends and not _has_known_shape(func, args, kwargs or {}):
             raise self._broken(f"{func} {_DEPENDS}")
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise self._broken(f"{func} {_DRAWS}")
         return func(*args, **(kwargs or {}))
 
 
@@ -81,6 +84,11 @@ class _Lists(TorchFunctionMode):
 _DEPENDS = (
     "depends on the values of a tensor, as .item(), float(), bool() and masks as indices do; a stage is compiled for "
     "all values, so write it with torch.where and reductions"
+)
+
+_DRAWS = (
+    "draws from torch's generator, so that a repeated forward and another backend would draw other numbers; take the "
+    "random bits of context.noise or context.constant"
 )
 
 

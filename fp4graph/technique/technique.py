@@ -20,7 +20,7 @@ from fp4graph.numerics.spec import QuantSpec
 from fp4graph.technique.facts import OperandSpecs, Overhead, StateEntry
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.options import OperandList
-from fp4graph.technique.parts import STAGES, OptimizerHook, PairTransform, Part
+from fp4graph.technique.parts import KINDS, STAGES, OptimizerHook, PairTransform, Part
 from fp4graph.technique.site import SiteView
 
 
@@ -150,6 +150,8 @@ def _resolved(part: Part, technique: Technique, site: SiteView) -> Part:
     name = type(part).__name__
     if not isinstance(part.options, type(technique)):
         raise TypeError(f"the options of {name} must be the technique itself; got {part.options!r}")
+    if not part.acted and type(part) not in KINDS:
+        raise TypeError(f"{name} has no method of a {part.kind}, so it does nothing; define {' or '.join(part.stages)}")
     operands: Iterable[Operand] | None = part.operands
     if operands is None and technique.on_weight:
         operands = {Operand.FPROP_WEIGHT} if site.multiplies_weight else ()

@@ -234,6 +234,14 @@ def test_a_stage_that_writes_into_its_arguments_is_named(stage: str, model: nn.M
 
 
 @pytest.mark.slow
+def test_a_stage_that_draws_from_torchs_generator_is_named(model: nn.Module) -> None:
+    for backend in ("eager", "aot_eager"):
+        with pytest.raises(fp4graph.PluginError, match=r"rand_like.*draws from torch's generator") as caught:
+            train(model, broken(scale=lambda self, v, z, c: z * (1 + torch.rand_like(z))), backend)
+        check(caught.value, "scale")
+
+
+@pytest.mark.slow
 def test_a_stage_may_write_into_tensors_of_its_own(model: nn.Module) -> None:
     fine = technique("fine", split=lambda self, x, c: (x.clone().mul_(2), None))
     assert math.isfinite(train(model, policy("fine", fine)))

@@ -106,6 +106,12 @@ def test_a_class_of_two_kinds_is_refused() -> None:
         type("Both", (Mixed, Rounding), {"__module__": __name__})
 
 
+def test_a_part_without_methods_as_of_a_misspelt_one_is_refused() -> None:
+    misspelt = of(BlockScale, block_statstic=Larger.block_statistic)
+    with pytest.raises(fp4graph.PluginError, match="has no method of a BlockScale, so it does nothing"):
+        policy(made(partial(misspelt, operands=FPROP)))
+
+
 @pytest.mark.parametrize("collection", [set, list, tuple])
 def test_operands_may_be_any_collection_of_operands(collection: Any) -> None:
     mixed = made(partial(Mixed, operands=collection(WEIGHT)))
