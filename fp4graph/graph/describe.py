@@ -157,6 +157,8 @@ class Describer:
         is_parameter = self._names.is_parameter(placeholder)
         marked = markers.marker_of(node, weight)
         owner = marked.owner if marked is not None else None
+        if owner is not None and (tied := self._names.tied_to(owner, placeholder, node)) is not None:
+            marked, owner = markers.marker_of(node), tied  # the weight is marked by a module that shares it
         if owner is None and is_parameter:
             owner = self._names.owner(placeholder, node)
         module = owner.module if owner is not None else self._names.module(node)

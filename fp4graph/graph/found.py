@@ -168,13 +168,14 @@ class Markers:
 
     def __init__(self, body: Body | None = None) -> None:
         self._body = body
-        self._by_weight: dict[Node, Marked] = {}
+        self._by_weight: dict[Node, dict[int | None, Marked]] = {}  # and by the marker's module, the latest one last
         self._by_module: dict[int | None, Marker] = {}  # None: the module whose forward the graph is
 
     def copy(self) -> Markers:
         """Return the markers found so far; markers found later are not added to them."""
         same = Markers(self._body)
-        same._by_weight, same._by_module = dict(self._by_weight), dict(self._by_module)
+        same._by_weight = {weight: dict(marked) for weight, marked in self._by_weight.items()}
+        same._by_module = dict(self._by_module)
         return same
 
     def outside(self, node: Node) -> Node:
@@ -185,20 +186,28 @@ class Markers:
     def add(self, marker: Marker) -> None:
         """Record a marker, which belongs to the nodes after it."""
         for index, weight in enumerate(marker.weights):
-            self._by_weight[weight] = Marked(marker, index)
+            marked = self._by_weight.setdefault(weight, {})
+            marked.pop(marker.module_id, None)
+            marked[marker.module_id] = Marked(marker, index)
         if not marker.tag.carried:
             self._by_module[marker.module_id] = marker
 
     def marker_of(self, node: Node, weight: Node | None = None) -> Marked | None:
-        """Return the marker that carries ``weight``, else the marker of the innermost marked module around ``node``."""
-        of_weight = None if weight is None else self._of_weight(weight)
-        return of_weight or self._of_module([*(caller.id for caller in reversed(module_stack(node))), None])
+        """Return the marker that carries ``weight``, else the marker of the innermost marked module around ``node``.
 
-    def _of_weight(self, weight: Node) -> Marked | None:
-        found, body = self._by_weight.get(weight), self._body
-        if found is not None or body is None or weight not in body.operands:
-            return found
-        return body.carry(body.around._of_weight(body.operands[weight]))
+        Of the markers of modules that share the weight, it is that of the module around ``node``, else the latest.
+        """
+        around = [*(caller.id for caller in reversed(module_stack(node))), None]
+        of_weight = None if weight is None else self._of_weight(weight, around[0])
+        return of_weight or self._of_module(around)
+
+    def _of_weight(self, weight: Node, module: int | None) -> Marked | None:
+        marked, body = self._by_weight.get(weight), self._body
+        if marked is not None:
+            return marked.get(module, next(reversed(marked.values())))
+        if body is None or weight not in body.operands:
+            return None
+        return body.carry(body.around._of_weight(body.operands[weight], module))
 
     def _of_module(self, identities: list[int | None]) -> Marked | None:
         for identity in identities:

@@ -147,6 +147,16 @@ class Names:
             return source
         return Owner(calling, parameter) if calling is not None else None
 
+    def tied_to(self, owner: Owner, weight: Node, user: Node) -> Owner | None:
+        """Return the owner of the parameter at ``weight`` that ``user`` was called in, if that is another module than
+        ``owner``'s, else None."""
+        example, calling = _example(weight), self.module(user)
+        for other in self._owners.get(id(example), ()):
+            module = self._by_name[other.module]
+            if other.module == calling and module is not self._by_name.get(owner.module):
+                return other if module._parameters.get(other.parameter) is example else None
+        return None
+
     def owners(self, node: Node) -> list[Owner]:
         """Return all owners of the parameter at placeholder ``node``, by its identity and by its source."""
         source = _source(node)

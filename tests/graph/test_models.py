@@ -253,3 +253,36 @@ def test_the_entry_point_opens_the_fused_encoder_layer():
         y = applied(layer, "microscaling")(x)
     torch.testing.assert_close(fused, y)
     assert not torch.allclose(y, layer.norm2(x))
+
+
+class Second(nn.Linear):
+    """Has the weight of another layer, and calls that layer first."""
+
+    def __init__(self, first):
+        super().__init__(64, 64, bias=False)
+        self.weight, self.hidden = first.weight, [first]
+
+    def forward(self, x):
+        return F.linear(self.hidden[0](x), self.weight)
+
+
+class Tied(nn.Module):
+    """Two layers with one weight; if ``inside``, the second calls the first."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.first = nn.Linear(64, 64, bias=False)
+        self.second = Second(self.first) if inside else nn.Linear(64, 64, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(x if isinstance(self.second, Second) else self.first(x))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("kept", ["first", "second"])
+def test_of_two_layers_with_one_weight_a_rule_keeps_one(kept, inside):
+    quantized = one_rule("q_ema")["rules"]
+    policy = {"version": 1, "rules": [{"name": "one", "match": {"module": kept}, "keep": "exact"}, *quantized]}
+    sites = fp4graph.explain(Tied(inside), policy, torch.randn(2, 64)).sites
+    assert {site.module: site.quantized for site in sites} == {"first": kept != "first", "second": kept != "second"}
