@@ -5,6 +5,8 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
+import string
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import Annotated, Any, Literal, Self
 
@@ -17,7 +19,18 @@ from fp4graph.technique.site import SiteView
 Op = Literal["linear", "matmul", "grouped", "sdpa", "conv"]
 Role = Literal["adapter", "router", "head"]
 #: Matches what looks like a range of numbers in a glob, as [0-11]: in a glob it is a set of characters, here 0 and 1.
-_NUMBERS = re.compile(r"\[!?(\d\d+-\d+|\d-\d\d+)\]")
+_NUMBERS = re.compile(r"\[(!?)(\d\d+-\d+|\d-\d\d+)\]")
+
+
+def misread_range(globs: Iterable[str]) -> str | None:
+    """Return why a glob with what looks like a range of numbers is refused, with the spelling of both readings."""
+    for numbers in filter(None, map(_NUMBERS.search, globs)):
+        digits = "".join(digit for digit in string.digits if fnmatch.fnmatchcase(digit, f"[{numbers[2]}]"))
+        return (
+            f"{numbers[0]} in a glob matches one character, not a range of numbers; for the range write a list of "
+            f'globs, such as ["layers.[0-9].*", "layers.1[01].*"], and for the characters [{numbers[1]}{digits}]'
+        )
+    return None
 
 
 class Range(Section):
@@ -127,12 +140,8 @@ class Match(Section):
             raise ValueError("block: false contradicts first_blocks and last_blocks; remove one of them")
         if self.op == ():
             raise ValueError("an empty op matches nothing; leave it out for linear, matmul and grouped")
-        for numbers in map(_NUMBERS.search, self.module or ()):
-            if numbers:
-                raise ValueError(
-                    f"{numbers[0]} in a glob matches one character, not a range of numbers; write a list of globs, "
-                    'such as ["layers.[0-9].*", "layers.1[01].*"], or use first_blocks or last_blocks'
-                )
+        if misread := misread_range(self.module or ()):
+            raise ValueError(f"{misread}; or use first_blocks or last_blocks")
         return self
 
     def __str__(self) -> str:

@@ -372,6 +372,7 @@ class Hookless(torch.optim.Optimizer):
         ({"metrics": ["snr", "confidense"]}, "unknown metric 'confidense'; did you mean 'confidence'"),
         ({"metrics": []}, "metrics is empty; choose from snr"),
         ({"sites": "frist"}, "no quantized site matches 'frist'; did you mean 'first'"),
+        ({"sites": "layers.[0-11].*"}, r"\[0-11\] in a glob matches one character, .* for the characters \[01\]"),
         ({"sites": ["second", "sceond"]}, "no quantized site matches 'sceond'; did you mean 'second'"),
         ({"model": Net()}, r"takes a model that fp4graph\.apply has prepared"),
         ({"optimizer": Hookless.__new__(Hookless)}, "Hookless runs no hooks around its step"),

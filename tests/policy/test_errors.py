@@ -80,7 +80,8 @@ REFUSED = {
     module: 3 | must be text, or a list
     module: [] | at least one text
     module: 'layers.[0-11].*' | [0-11] in a glob matches one character, not a range of numbers | first_blocks
-    module: [head, 'layers.[!10-12].*'] | [!10-12] in a glob
+    module: [head, 'layers.[!10-12].*'] | [!10-12] in a glob | for the characters [!012]
+    module: 'layers.[0-35].*' | for the range write a list of globs | for the characters [01235]
     block: 3 | must be true or false | 3
     first_blocks: 0 | at least 1 | got 0
     last_blocks: 1.0 | a share of them | 1.0

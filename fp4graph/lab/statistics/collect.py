@@ -20,6 +20,7 @@ from fp4graph.model.runtime import Runtime, require_runtime, runtime_of
 from fp4graph.model.weight import Weight
 from fp4graph.numerics.sharding import fsdp_modules
 from fp4graph.numerics.words import describe
+from fp4graph.policy.match import misread_range
 
 
 class Statistics:
@@ -47,7 +48,8 @@ class Statistics:
             folder for one, a run of wandb, the module ``mlflow``, or a function of a step and a dict of values.
 
     Raises:
-        Error: the model is not applied, the optimizer runs no hooks, or a metric or a site is unknown. Later,
+        Error: the model is not applied, the optimizer runs no hooks, a metric or a site is unknown, or a pattern
+            has a range of numbers such as ``[0-11]``, which is a set of characters. Later,
             ``optimizer.step()`` raises an Error if the disk is full.
     """
 
@@ -83,6 +85,8 @@ class Statistics:
         self._probe = (probe,) if isinstance(probe, torch.Tensor) else probe
         self._metrics = _checked(metrics)
         self._patterns = (sites,) if isinstance(sites, str) else tuple(sites)
+        if misread := misread_range(self._patterns):
+            raise Error(f"sites: {misread}")
         planned = [entry.fqn or "(root)" for entry in state.states(self._model) if entry.has_sites]
         if planned:  # without the number after #, which is known only after a forward
             _check_sites([pattern.partition("#")[0] for pattern in self._patterns], planned)
