@@ -209,7 +209,7 @@ def _of(weight: Weight, fprop: GemmProgram, runtime: Runtime, activations: bool)
     scheme = Scheme(kind, *(_inputs(weight, fprop, kind) if activations else (None, False)))
     w = weight.values.detach()
     canonical = w.mT if weight.stored_transposed else w
-    if torch.is_autocast_enabled(w.device.type) and not program.from_master:
+    if weight.autocast and torch.is_autocast_enabled(w.device.type) and not program.from_master:
         canonical = canonical.to(torch.get_autocast_dtype(w.device.type))
     x = canonical.to(torch.float32)
     if weight.stored_transposed and x.dim() == 2:

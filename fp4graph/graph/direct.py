@@ -261,8 +261,8 @@ class Direct(TorchFunctionMode):
     def _run(self, call: SiteCall, exact: Callable[[], Tensor]) -> Tensor:
         inputs: list[Any] = [None if node is None else value_of(node) for node in call.inputs]
         state = [_viewed(node, views) for node, views in call.state]
-        keywords = {"site": call.site} if call.ends is None else {"site": call.site, "ends": value_of(call.ends)}
-        quantized = partial(call.function, *inputs, call.salt, *state, **keywords)
+        keywords = {key: value_of(value) if isinstance(value, Node) else value for key, value in call.keywords.items()}
+        quantized = partial(call.function, *inputs, call.salt, *state, site=call.site, **keywords)
         if (substitute := current_substitute()) is not None:
             return substitute(call.site, inputs[0], inputs[1], quantized, exact)
         if self._recording is None:

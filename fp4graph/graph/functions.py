@@ -40,7 +40,8 @@ def site_function(program: MatmulProgram, form: str, alpha: float, beta: float) 
     The call is ``f(a, b, addend, key, step, salt, *state, site=...)``. Form ``linear`` takes ``a [..., K]`` and
     ``b [N, K]``; ``matmul`` takes ``a [..., M, K]`` and ``b [..., K, N]`` with ``torch.matmul``'s broadcasting;
     ``turned`` takes ``a [..., K, M]`` and ``b [..., N, K]``, and returns ``[..., N, M]``; ``grouped`` takes
-    ``a [T, K]``, ``b [E, K, N]`` and, as ``ends=``, the cumulative numbers of tokens ``[E]``.
+    ``a [T, K]``, ``b [E, K, N]`` and, as ``ends=``, the cumulative numbers of tokens ``[E]``; ``autocast=False`` leaves
+    the factors' dtype under autocast, as torch's grouped product does.
     """
     return _site_function(program, form, alpha, beta, switches.current())
 
@@ -59,6 +60,7 @@ def _site_function(
         *state: Tensor,
         site: str | None = None,
         ends: Tensor | None = None,
+        autocast: bool = True,
     ) -> Tensor:
         if key is not None and salt:
             key = noise.derive(key, salt)
@@ -66,7 +68,7 @@ def _site_function(
             slots = zip(program.state, state, strict=True)
             b, state = b.mT, tuple(entry.mT if slot.entry.weight_like else entry for slot, entry in slots)
         if form == "grouped":
-            return quantized_matmul(program, a, b, None, key, step, state, site, ends=ends)
+            return quantized_matmul(program, a, b, None, key, step, state, site, ends=ends, autocast=autocast)
         if form == "turned":
             a = a.mT
             addend = None if addend is None else torch.atleast_2d(addend).mT  # type: ignore[no-untyped-call]

@@ -228,7 +228,8 @@ TABLE: Mapping[Any, Operation] = {
          Operation(read=products.addmm, opened=contractions.scaled_at_run_time, asks=lambda _: "product")),
         ((*_spelled("_grouped_mm", "grouped_mm"), "transformers::grouped_mm_fallback"),
          Operation(read=products.grouped, like=Verdict.LIKE_EXPERTS, flops=flops.of_grouped)),
-        (("fp4graph::experts_mm",), Operation(read=lambda node, a, b, ends, _: products.grouped(node, a, b, ends))),
+        (("fp4graph::experts_mm",),
+         Operation(read=lambda node, a, b, ends, _: Product(node, "grouped", a, b, ends=ends))),
         # several products, written out
         ((torch.einsum, torch.functional.einsum, aten.einsum),
          Operation("einsum", opened=contractions.einsum_as_matmul, asks=_asks_of_einsum,

@@ -271,7 +271,7 @@ class Planner:
         if found.has_weight and found.owner is not None:
             transposed = found.product.by_columns != transposes(found.views)
             part = shown_part(found.views, found.product.b, found.product.by_columns, transposed)
-            self.uses.append(WeightUse(*found.owner, view, decision, transposed, part))
+            self.uses.append(WeightUse(*found.owner, view, decision, transposed, part, found.product.autocast))
         plan = NOTHING
         if rule.quantizes:
             plan = plan_once(view, rule, training=found.marked is None or found.marked.marker.training)

@@ -23,7 +23,8 @@ class Product:
     ``form`` is ``linear`` (B stored ``[N, K]``), ``matmul`` (B ``[..., K, N]``), ``turned`` (``B @ A + addend`` of a
     node that multiplies a weight B ``[..., N, K]`` with A ``[..., K, T]``; see :meth:`turned`) or ``grouped`` (A
     ``[T, K]`` with the tokens sorted by expert, B ``[E, K, N]``, ``ends`` the cumulative numbers of tokens). ``addend``
-    is the bias or accumulator, and ``out_dtype`` the dtype that a call asks for.
+    is the bias or accumulator, ``out_dtype`` the dtype that a call asks for, and ``autocast`` whether torch.autocast
+    casts the factors, which torch's grouped product leaves as they are.
 
     A new form needs: a reader that returns it, :func:`objection` to say which factors it takes, its :attr:`shapes` and
     :attr:`by_columns`, the kind of site in ``Describer._product``, its FLOPs in
@@ -39,6 +40,7 @@ class Product:
     beta: float = 1
     ends: Node | None = None
     out_dtype: torch.dtype | None = None
+    autocast: bool = True
 
     @property
     def by_columns(self) -> bool:
@@ -93,7 +95,7 @@ def grouped(
     node: Node, a: Node, b: Node, offs: Node | None = None, bias: Node | None = None, out_dtype: Any = None
 ) -> Product:
     """Read ``A_e @ B_e`` of every expert e."""
-    return Product(node, "grouped", a, b, bias, ends=offs, out_dtype=out_dtype)
+    return Product(node, "grouped", a, b, bias, ends=offs, out_dtype=out_dtype, autocast=False)
 
 
 def objection(product: Product) -> str | None:

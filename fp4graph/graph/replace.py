@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +37,11 @@ class UnmarkedWeight(CaptureError):
 
 @dataclass(frozen=True)
 class SiteCall:
-    """The call that replaces a planned site: ``function(*inputs, salt, *state, site=site, ends=ends)``.
+    """The call that replaces a planned site: ``function(*inputs, salt, *state, site=site, **keywords)``.
 
     Attributes:
         inputs: nodes of the two factors, the addend, the key and the step; None for what the program does not need.
-        ends: node of a grouped product's cumulative numbers of tokens; None for other products.
+        keywords: of a grouped product ``ends``, the node of the cumulative numbers of tokens, and ``autocast``.
         state: nodes of the weight's state, each with the views that lead from the weight to the product's factor.
     """
 
@@ -50,7 +50,7 @@ class SiteCall:
     salt: int
     state: tuple[tuple[Node, tuple[Node, ...]], ...]
     site: str
-    ends: Node | None = None
+    keywords: Mapping[str, Any]
 
 
 def call_of(site: PlannedSite, product: Product) -> SiteCall:
@@ -84,7 +84,8 @@ def call_of(site: PlannedSite, product: Product) -> SiteCall:
     state = tuple((_entry(slot, found), found.views if slot.entry.weight_like else ()) for slot in program.state)
     function = site_function(program, product.form, float(product.alpha), float(product.beta))
     inputs = (product.a, product.b, product.addend, key, step)
-    return SiteCall(function, inputs, _salt(site), state, where, product.ends)
+    keywords = {} if product.ends is None else {"ends": product.ends, "autocast": product.autocast}
+    return SiteCall(function, inputs, _salt(site), state, where, keywords)
 
 
 def replace(site: PlannedSite) -> set[Node]:
@@ -99,7 +100,7 @@ def replace(site: PlannedSite) -> set[Node]:
     graph = product.node.graph
     with graph.inserting_before(product.node):
         state = [_same_view(node, views) for node, views in call.state]
-        keywords: dict[str, Any] = {"site": call.site} | ({} if call.ends is None else {"ends": call.ends})
+        keywords = {"site": call.site, **call.keywords}
         new = graph.call_function(call.function, (*call.inputs, call.salt, *state), keywords)
         new.meta = dict(product.node.meta)
     product.node.replace_all_uses_with(new)

@@ -102,6 +102,7 @@ class WeightUse:
         transposed: True where the parameter is stored ``[K, N]`` rather than ``[N, K]``.
         part: the rows and columns of a parameter of two axes, as ``[N, K]``, that are the second factor; None if the
             factor has another shape, or the parameter more axes.
+        autocast: whether torch.autocast casts the parameter for the product.
     """
 
     module: str
@@ -110,3 +111,4 @@ class WeightUse:
     decision: Decision
     transposed: bool
     part: tuple[range, range] | None
+    autocast: bool

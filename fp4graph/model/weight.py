@@ -84,6 +84,7 @@ class Weight:
         possible: the decisions that the policy may take, several where rules distinguish producers. A captured graph
             shows which decision holds (:meth:`settle`), and :attr:`choices` then has only that one.
         stored_transposed: whether the parameter is stored ``[K, N]`` (Hugging Face Conv1D) rather than ``[N, K]``.
+        autocast: whether torch.autocast casts the weight for its product, as the latest captured graph shows.
         slots: the state that techniques keep for the weight, under any of the possible rules.
         shared: returns the present value of an entry that siblings share; None if they share none.
     """
@@ -94,7 +95,7 @@ class Weight:
         self.module, self.fqn, self.parameter_name = module, fqn, parameter_name
         self.possible, self.stored_transposed = possible, transposed
         self._settled: PlannedWeight | None = possible[0] if len(possible) == 1 else None
-        self._captured = False
+        self._captured, self.autocast = False, True
         self._sharded: Tensor | None = None
         self.slots = _slots(possible, self.name)
         self.shared: Callable[[StateSlot], Tensor] | None = None
@@ -129,7 +130,7 @@ class Weight:
                 f"{planned.rule.name!r} the other, but techniques act on the weight itself; let one rule decide both",
                 site=self.name,
             )
-        turned = self.stored_transposed != use.transposed
+        turned, self.autocast = self.stored_transposed != use.transposed, use.autocast
         self._captured, self._settled, self.stored_transposed = True, planned, use.transposed
         for slot in self.slots if turned else ():
             if slot.entry.canonical and (module_state := state.State.of(self.module)) is not None:

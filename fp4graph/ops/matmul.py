@@ -51,6 +51,7 @@ def quantized_matmul(
     alpha: float = 1,
     beta: float = 1,
     ends: Tensor | None = None,
+    autocast: bool = True,
 ) -> Tensor:
     """Return ``alpha · A @ Bᵀ (+ beta · addend)`` under ``program``, differentiable in A, B and addend.
 
@@ -64,6 +65,7 @@ def quantized_matmul(
         site: the name of the site, for errors.
         ends: makes a grouped product (:mod:`fp4graph.ops.grouped`): whole numbers ``[E]``. Then a is ``[T, K]``, b
             ``[E, N, K]``, and ``addend`` is None.
+        autocast: whether autocast decides the dtype.
 
     Returns:
         ``[..., M, N]`` (``[T, N]``) in the dtype of autocast, or without autocast in the dtype of ``a``.
@@ -71,14 +73,12 @@ def quantized_matmul(
     refuse_transforms(site)
     device = a.device.type
     dtype = a.dtype
-    if torch.is_autocast_enabled(device) and dtype is not torch.float64:
+    if autocast and torch.is_autocast_enabled(device) and dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(device)
     elif a.dtype != b.dtype:
-        raise CaptureError(
-            f"it multiplies {a.dtype} with {b.dtype}; convert the model's input (x.to({b.dtype})), or call the model "
-            "under torch.autocast",
-            site=site,
-        )
+        remedy = f"convert the model's input (x.to({b.dtype}))"
+        remedy += ", or call the model under torch.autocast" if autocast else ""
+        raise CaptureError(f"it multiplies {a.dtype} with {b.dtype}; {remedy}", site=site)
     options = MatmulOptions(program, dtype, torch.is_grad_enabled(), site, alpha, beta, observe.current())
     with torch.autocast(device, enabled=False), contract.at(site):
         # Parts add it to their sum. With beta 0 it is not added, and its gradient is zeros.

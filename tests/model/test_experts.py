@@ -185,6 +185,22 @@ def test_a_product_of_fp32_copies_in_a_bf16_model_runs_uncompiled():
         assert torch.equal(model(x, ends), expected)
 
 
+@uncompiled
+@training.stances
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_leaves_a_grouped_product_as_it_is(stance, dtype):
+    """As torch's, whose grouped product autocast does not cast."""
+    model, ends = direct().to(dtype), torch.tensor([10, 20, 48, 64], dtype=torch.int32)
+    x = torch.randn(64, WIDTH).to(dtype)
+    with torch.autocast("cpu", torch.float16):
+        assert model(x, ends).dtype is dtype
+    model = training.applied(model, one_rule(op="grouped"))
+    with torch.compiler.set_stance(stance):
+        expected = model(x, ends)
+        with torch.autocast("cpu", torch.float16):
+            assert_equal([model(x, ends)], [expected])
+
+
 @training.stances
 @pytest.mark.parametrize("op", OPS)
 def test_an_out_dtype_is_refused(stance, op):
