@@ -23,6 +23,7 @@ from fp4graph.graph.names import Names
 from fp4graph.graph.operations import NoProduct, Verdict, operation_of, read_product, tag_of
 from fp4graph.graph.products import Product, value_of
 from fp4graph.graph.roles import routers
+from fp4graph.graph.shared import bodies_of, separate
 from fp4graph.graph.writes import writes
 from fp4graph.technique.site import SiteView
 
@@ -44,6 +45,7 @@ def find(
         wants: returns whether a rule may quantize a site of this kind at this place; if so, an operation is opened.
         keys: fully qualified name of the module that a marker's key belongs to, by the key's id.
     """
+    separate(gm, names)
     finder = _Finder(Describer(names, wants), keys or {})
     graphs = [module for module in gm.modules() if isinstance(module, GraphModule)]
     nodes = [node for module in graphs for node in module.graph.nodes]
@@ -64,7 +66,7 @@ class _Finder:
     def __init__(self, describer: Describer, keys: Mapping[int, str]) -> None:
         self.found = Found()
         self._describer, self._keys = describer, keys
-        self._visited: set[int] = set()  # a body may be shared
+        self._visited: set[int] = set()  # an op may take a body twice
 
     def walk(self, gm: GraphModule, markers: Markers) -> None:
         """Describe the matrix work of ``gm`` and of the bodies inside it."""
@@ -133,11 +135,8 @@ class _Finder:
         """
         name = getattr(node.target, "_name", str(node.target))
         multiplies = False
-        for place, argument in enumerate(node.args):
-            if not (isinstance(argument, Node) and argument.op == "get_attr"):
-                continue
-            inner = getattr(gm, str(argument.target), None)
-            if not isinstance(inner, GraphModule) or id(inner) in self._visited:
+        for place, _, inner in bodies_of(node, gm):
+            if id(inner) in self._visited:
                 continue
             self._visited.add(id(inner))
             if name in _TRANSPARENT:

@@ -96,6 +96,12 @@ class Names:
         """Return the fully qualified name of a module of the model; None for any other."""
         return self._modules.get(id(module))
 
+    def counterpart(self, key: str, old: str, new: str) -> str:
+        """Return the id of the module whose place in module ``new`` is that of module ``key`` in module ``old``."""
+        name, outer, other = (self._modules.get(int(each.partition("@")[0]), "") for each in (key, old, new))
+        module = self._by_name.get(f"{other}.{name.removeprefix(f'{outer}.')}")
+        return key if module is None else str(id(module))
+
     def module(self, node: Node) -> str | None:
         """Return the innermost module that ``node`` was called in, or None."""
         for caller in reversed(module_stack(node)):

@@ -16,6 +16,7 @@ from fp4graph.technique.registry import Registry
 from tests.helpers.policies import NVFP4, one_rule
 from tests.helpers.steps import descend, differences
 from tests.helpers.techniques import Offers, technique
+from tests.helpers.training import uncompiled
 
 BACKENDS = ("eager", "aot_eager", "inductor")
 DEFAULT = [("eager", "delayed", "region+nested"), ("eager", "held", "region"), ("aot_eager", "delayed", "region")]
@@ -95,3 +96,51 @@ def test_the_state_is_written():
 def test_checkpoints_change_no_bit_where_the_partitioner_recomputes_all_that_it_may():
     with torch._functorch.config.patch(aggressive_recomputation=True):
         assert differences(*(trained(regions, POLICIES["delayed"], "aot_eager") for regions in ((), ["region"]))) == []
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(32, 32)
+
+    def forward(self, x):
+        q = self.q(x)
+        return torch.softmax(q @ q.mT, -1) @ x
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = Attention()
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x):
+        return self.attn(x) + x
+
+
+@uncompiled
+@pytest.mark.parametrize("repeated", [False, True])
+def test_each_call_of_a_nested_region_has_its_own_sites_and_noise(repeated):
+    """Dynamo hands over one body for all calls, with the places of the first."""
+    policy = one_rule("stochastic_rounding", match={"op": ["linear", "matmul"]})
+
+    def made():
+        torch.manual_seed(0)
+        block = Block()
+        return nn.Sequential(block, block if repeated else Block()), torch.randn(32, 32, requires_grad=True)
+
+    model, x = made()
+    found = fp4graph.explain(model, policy, (x,))
+    assert found.problem is None
+    assert [site.module for site in found.sites] == [
+        f"{name}.attn{part}" for name in ("0", "0" if repeated else "1") for part in (".q", "", "")
+    ]
+    results = []
+    for stance in ("default", "force_eager"):
+        model, x = made()
+        model = fp4graph.apply(model, policy, backend="eager")
+        with torch.compiler.set_stance(stance):
+            y = model(x)
+        y.square().sum().backward()
+        results.append([y, x.grad, *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *results))
