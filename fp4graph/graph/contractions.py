@@ -24,9 +24,16 @@ def einsum_as_matmul(node: Node) -> Callable[..., Tensor] | None:
     where torch's is, so that a view of it works.
     """
     function = _as_matmuls(node)
-    if function is None or not _is_contiguous(node):
-        return function
-    return lambda *args, **kwargs: function(*args, **kwargs).contiguous()
+    if function is None:
+        return None
+    is_contiguous = _is_contiguous(node)
+
+    def einsum(*args: Any, **kwargs: Any) -> Tensor:
+        written, operands = _read(args)
+        result = function(written, *operands, **kwargs)
+        return result.contiguous() if is_contiguous else result
+
+    return einsum
 
 
 def _is_contiguous(node: Node) -> bool:
@@ -75,8 +82,18 @@ def _as_matmuls(node: Node) -> Callable[..., Tensor] | None:
 
 def einsum_operands(node: Node) -> tuple[Any, list[Any]]:
     """Return the equation and the operands of the einsum at ``node``."""
-    equation, *operands = node.args
-    return equation, _listed(operands)
+    return _read(node.args)
+
+
+def _read(args: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Return the equation and the operands of einsum's arguments: the equation first, or a list of axes after each
+    operand and perhaps one for the result."""
+    if len(args) < 2 or not isinstance(args[1], list | tuple) or isinstance(args[0], str):
+        return args[0], _listed(args[1:])
+    letters = string.ascii_uppercase + string.ascii_lowercase
+    terms = ["".join("..." if axis is Ellipsis else letters[axis] for axis in axes) for axes in args[1::2]]
+    result = "".join("..." if axis is Ellipsis else letters[axis] for axis in args[-1]) if len(args) % 2 else None
+    return ",".join(terms) + ("" if result is None else f"->{result}"), list(args[: len(args) // 2 * 2 : 2])
 
 
 def _labels(equation: str, dims: Sequence[int]) -> tuple[str, str]:

@@ -220,6 +220,8 @@ WRITTEN_OUT = {
     "bilinear": (lambda x, w: nn.functional.bilinear(x, x + 1, w, w[:, 0, 0]), (6, 16, 16), ["linear"]),
     "einsum of three": (lambda x, w: torch.einsum("btd,de,ef->btf", x, w, w.T), (16, 24), ["linear", "linear"]),
     "einsum with ...": (lambda x, w: torch.einsum("... k, kn -> n...", x, w), (16, 24), ["linear"]),
+    "einsum of lists": (lambda x, w: torch.einsum(x, [0, 1, 2], w, [2, 30], [30, 0, 1]), (16, 24), ["linear"]),
+    "einsum of lists with ...": (lambda x, w: torch.einsum(x, [..., 2], w, [2, 3]), (16, 24), ["linear"]),
     "einsum without ->": (lambda x, w: torch.einsum("zk,kA", x[0], w), (16, 24), ["linear"]),
     "einsum of both": (lambda x, w: torch.einsum("...ik,...jk,...jZ", x, x, x), (), ["matmul", "matmul"]),
     "einsum, factors": (lambda x, w: torch.einsum("btd,t,de->bte", x, x[0, :, 0], w), (16, 24), ["einsum", "linear"]),
