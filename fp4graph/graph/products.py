@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from fp4graph import torch_internals
 from fp4graph.numerics.sharding import is_sharded
+from fp4graph.technique.site import PRODUCERS
 
 
 @dataclass(frozen=True)
@@ -283,7 +284,7 @@ def producer_of(node: Node) -> str | None:
     if name_of(node) in _TIMES and any(name_of(factor) == "silu" for factor in factors):
         return "swiglu"
     name = name_of(node)
-    return "sdpa" if name == "scaled_dot_product_attention" else name
+    return "sdpa" if name == "scaled_dot_product_attention" else PRODUCERS.get(name, name)
 
 
 def name_of(node: Node) -> str:

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
 from fp4graph.policy.adapters import names_adapters, names_before
 from fp4graph.policy.section import COUNT_OR_SHARE, Count, Globs, OneOrMore, Section, Size, Texts, must_be, wrong
-from fp4graph.technique.site import SiteView
+from fp4graph.technique.site import PRODUCERS, SiteView
 
 Op = Literal["linear", "matmul", "grouped", "sdpa", "conv"]
 Role = Literal["adapter", "router", "head"]
@@ -162,7 +162,7 @@ class Match(Section):
             (self.in_features is None or site.in_features in self.in_features)
             and (self.out_features is None or site.out_features in self.out_features)
             and (self.min_numel is None or (site.numel is not None and site.numel >= self.min_numel))
-            and (self.producer is None or site.producer in self.producer)
+            and (self.producer is None or site.producer in [PRODUCERS.get(name, name) for name in self.producer])
         )
 
     @property

@@ -92,3 +92,32 @@ def test_a_parameter_is_quantized_along_its_contraction_axis(product, shape, axi
     spec = fp4graph.QuantSpec(scale=fp4graph.ScaleSpec(rounding="ceil"), ties="up" if shape is MATRIX else "even")
     expected = fp4graph.fake_quantize(values, spec, dim=axis)
     assert torch.equal(quantize(weight, weight.parameter, runtime_of(model).step), expected)
+
+
+def added(x):
+    x = x * 1
+    x += x
+    return x
+
+
+@uncompiled
+@stances
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (lambda x: x / 2, ["div", "truediv"]),
+        (lambda x: 1 / (x.abs() + 1), ["div", "truediv"]),
+        (lambda x: 1 - x, ["sub"]),
+        (added, ["add_", "iadd"]),
+        (lambda x: x // 2, ["floordiv"]),
+        (lambda x: x % 2, ["remainder", "mod"]),
+    ],
+)
+def test_a_rule_knows_a_producer_compiled_and_uncompiled(function, names, stance) -> None:
+    x = torch.randn(32, 32)
+    for name in names:
+        model = module_of(lambda self, x: self.linear(function(x)), linear=nn.Linear(32, 32, bias=False))
+        expected = model(x)
+        model = applied(model, one_rule(match={"producer": name}))
+        with torch.compiler.set_stance(stance):
+            assert not torch.equal(model(x), expected)
