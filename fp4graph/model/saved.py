@@ -32,24 +32,17 @@ def restore(root: nn.Module) -> None:
     """
     name = getattr(root, "name_or_path", None)
     folder = Path(name) if isinstance(name, str) and name else None
-    files = _files(folder) if folder is not None and folder.is_dir() else []
-    entries: dict[str, Tensor] = {}
-    plain: list[tuple[Path, str]] = []
-    for file in files:
-        with _opened(file) as (keys, tensor):
-            entries |= {key: tensor(key) for key in keys if state.is_ours(key)}
-            plain += [(file, key) for key in keys if not state.is_ours(key)]
-    entries, _ = state.from_former(entries)
+    saves = _saves(folder) if folder is not None and folder.is_dir() else []
+    current = root.state_dict()
+    entries, stored, differs = _entries_beside_the_weights(root, saves, current)
     if not entries:
         return
-    current = root.state_dict()
-    stored = current if all(key in current for _, key in plain) else _as_stored(root, current)
     names = {id(value): name for name, value in current.items()}
     fit = {k: v for k, v in entries.items() if k in stored and v.shape == stored[k].shape and id(stored[k]) in names}
     taken = {names[id(stored[key])]: value for key, value in fit.items()}
     why = "the policy that is applied now keeps nothing under these names"
-    if (changed := _changed(plain, stored)) is not None:
-        fit, taken, why = {}, {}, f"{changed} is not what the folder holds, so state begins anew"
+    if differs is not None:
+        fit, taken, why = {}, {}, f"{differs} is not what the folder holds, so state begins anew"
     if taken:
         root.load_state_dict(taken, strict=False)
     if left_out := sorted(entries.keys() - fit.keys()):
@@ -59,6 +52,29 @@ def restore(root: nn.Module) -> None:
             PolicyWarning,
             stacklevel=4,
         )
+
+
+def _entries_beside_the_weights(
+    root: nn.Module, saves: list[list[Path]], current: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], Mapping[str, Tensor], str | None]:
+    """Return the entries of the first save whose weights are those of ``root``, ``current`` under the names of the
+    save, and None; if there is no such save, the first one with entries, and a key that differs."""
+    first: tuple[dict[str, Tensor], Mapping[str, Tensor], str | None] = {}, current, None
+    for files in saves:
+        entries: dict[str, Tensor] = {}
+        plain: list[tuple[Path, str]] = []
+        for file in files:
+            with _opened(file) as (keys, tensor):
+                entries |= {key: tensor(key) for key in keys if state.is_ours(key)}
+                plain += [(file, key) for key in keys if not state.is_ours(key)]
+        entries, _ = state.from_former(entries)
+        if not entries and len(saves) == 1:
+            break
+        stored = current if all(key in current for _, key in plain) else _as_stored(root, current)
+        if (differs := _changed(plain, stored)) is None:
+            return entries, stored, None
+        first = first if first[0] else (entries, stored, differs)
+    return first
 
 
 def _as_stored(root: nn.Module, state_dict: dict[str, Tensor]) -> Mapping[str, Tensor]:
@@ -75,14 +91,26 @@ def _as_stored(root: nn.Module, state_dict: dict[str, Tensor]) -> Mapping[str, T
     return reverted or state_dict
 
 
-def _files(folder: Path) -> list[Path]:
-    """Return the files of weights that ``from_pretrained`` reads: one file, or the files that an index names."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (folder / name).exists():
-            return [folder / name]
-        if (index := folder / f"{name}.index.json").exists():
-            return [folder / part for part in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    return []
+def _saves(folder: Path) -> list[list[Path]]:
+    """Return the files of each set of weights in ``folder``, the plain one first, then the variants of
+    ``save_pretrained(variant="fp16")``: one file, or the files that an index names, as ``from_pretrained`` picks them.
+
+    A model does not know the variant that it was loaded from; only the values show it.
+    """
+    saves: dict[str, list[Path]] = {}
+    for stem, suffix in ("model", ".safetensors"), ("pytorch_model", ".bin"):
+        indices = {
+            index.name.removeprefix(f"{stem}{suffix}.index").removesuffix(".json"): sorted(
+                {folder / part for part in json.loads(index.read_text())["weight_map"].values()}
+            )
+            for index in folder.glob(f"{stem}{suffix}.index*.json")
+        }
+        shards = {file for files in indices.values() for file in files}
+        for file in {*folder.glob(f"{stem}{suffix}"), *folder.glob(f"{stem}.*{suffix}")} - shards:
+            saves.setdefault(file.name.removeprefix(stem).removesuffix(suffix), [file])
+        for variant, files in indices.items():
+            saves.setdefault(variant, files)
+    return [saves[variant] for variant in sorted(saves)]
 
 
 @contextmanager
