@@ -209,6 +209,7 @@ def prepare(
             module_state.add_key(device_of(module, device))
             for weight in planned.get(fqn, ()):
                 weight.add_entries(module_state)
+    _note_ties(plan)
     _note_entries(plans)
     numbers: dict[tuple[Plan, ...], int] = {}
     for fqn, module in modules:
@@ -245,6 +246,18 @@ def unprepare(root: nn.Module, current: CurrentForward | None = None) -> None:
     hooks.remove_hooks(root, {module for module, _, hook in marked if hook.current not in (None, current)})
     if ignored := [name for name in root.__dict__.pop(_IGNORED, []) if not state.is_ours(name)]:
         setattr(root, _IGNORED, ignored)
+
+
+def _note_ties(plan: PhasePlan) -> None:
+    """Tell each module that has a planned weight, such as an embedding tied to the head, which states have entries for
+    the weight."""
+    tied: dict[int, list[state.State]] = {}
+    for weight in plan.weights:
+        if weight.slots and (module_state := state.State.of(weight.module)) is not None:
+            tied.setdefault(id(weight.stored), []).append(module_state)
+    for fqn, module in plan.root.named_modules():
+        if of_module := dict.fromkeys(each for p in module._parameters.values() for each in tied.get(id(p), ())):
+            (state.State.of(module) or state.State(module, fqn)).tied = list(of_module)
 
 
 def _note_entries(plans: Sequence[PhasePlan]) -> None:

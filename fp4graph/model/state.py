@@ -88,6 +88,7 @@ class State:
         module, fqn: the owner of the buffers, and its fully qualified name.
         loaded: whether a state dict gave values to any of the technique entries.
         of_phases: the names of the entries that only some phases of the policy keep.
+        tied: the states with entries for a parameter of the module, which other modules may have too.
         waiting: loaded values of entries of another phase, until a training forward begins in this one. A model that
             resumes is in the first phase when its state dict is loaded, and enters the saved phase afterwards.
     """
@@ -96,8 +97,10 @@ class State:
         self.module, self.fqn = module, fqn
         self.loaded = False
         self.of_phases: set[str] = set()
+        self.tied: list[State] = []
         self.waiting: dict[str, Tensor] = {}
         self._version_of_key = 0
+        self._given: tuple[Any, set[str]] = None, set()  # the last load, and the entries that it gave values to
         self._weights: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]] = {}
         module.__dict__[NAME] = self
         module.__dict__.update({method: getattr(self, override) for method, override in _METHODS.items()})
@@ -217,10 +220,10 @@ class State:
         self._version_of_key = key._version
 
     def load(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
-        """Override the module's ``_load_from_state_dict``: read former layouts, and give entries that ``state_dict``
-        lacks their initial values for the loaded weights. ``state_dict`` is changed in place, as hooks of the module
-        change it that rename the keys of children."""
-        local_metadata, strict, missing, *errors = args
+        """Override the module's ``_load_from_state_dict``: read former layouts, and give entries that the load lacks
+        their initial values for the loaded weights, under every name of a tied weight. ``state_dict`` is changed in
+        place, as hooks of the module change it that rename the keys of children."""
+        local_metadata, strict, missing, *errors = args  # all modules of a load have one list of missing keys
         present, count = from_former(state_dict)
         state_dict.clear()
         state_dict.update(present)
@@ -232,11 +235,20 @@ class State:
         kind._load_from_state_dict(self.module, state_dict, prefix, local_metadata, strict, absent, *errors)
         missing.extend(key for key in absent if key not in entries)
         loaded = {id(x) for name, x in self.module._parameters.items() if f"{prefix}{name}" in state_dict}
-        for name, (_, weight) in self._weights.items():
-            if f"{prefix}{name}" in absent and id(weight()) in loaded:
-                self._reset(name)
+        given = self._given[1] if self._given[0] is missing else set()
+        self._given = missing, given | {name for name in self._weights if f"{prefix}{name}" in state_dict}
+        for tied in self.tied if loaded else ():
+            tied._begin_anew(loaded, missing)
         self.loaded |= any(key in state_dict and not _share(state_dict[key], buffer) for key, buffer in entries.items())
         self._loaded_count(count)
+
+    def _begin_anew(self, loaded: set[int], load: Any) -> None:
+        """Reset the entries for parameters with an id in ``loaded`` to which this load gave no values so far."""
+        given = self._given[1] if self._given[0] is load else set()
+        for name, (_, weight) in self._weights.items():
+            saved = name not in self.module._non_persistent_buffers_set
+            if saved and name not in given and id(weight()) in loaded:
+                self._reset(name)
 
     def _loaded_count(self, count: int | None) -> None:
         """Record the count that a state dict of a former layout held, or None."""
@@ -247,7 +259,7 @@ class State:
 
     def __getstate__(self) -> dict[str, Any]:
         # Closures over the weight cannot be pickled; apply() makes them again.
-        return {**self.__dict__, "_weights": {}}
+        return {**self.__dict__, "_weights": {}, "tied": [], "_given": (None, set())}
 
 
 def _moved(fn: Callable[[Tensor], Tensor], buffer: Tensor) -> Tensor:

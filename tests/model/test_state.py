@@ -117,6 +117,24 @@ def test_loading_other_weights_leaves_state_as_it_is() -> None:
     assert torch.equal(model[2]._fp4graph_q_ema_weight, torch.ones(32, 32))
 
 
+@pytest.mark.parametrize("name", ["0.weight", "1.weight", "2.weight"])
+@pytest.mark.parametrize("given", [(), (1,), (2,), (1, 2)])
+def test_loading_a_tied_weight_under_one_name_begins_its_state_anew_under_all(
+    name: str, given: tuple[int, ...]
+) -> None:
+    model = nn.Sequential(nn.Embedding(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
+    model[0].weight = model[1].weight = model[2].weight
+    applied(model, one_rule(techniques=["q_ema"]))
+    entries = {index: f"{index}._fp4graph_q_ema_weight" for index in (1, 2)}
+    model.load_state_dict(model.state_dict() | dict.fromkeys(entries.values(), torch.full((32, 32), 5.0)))
+    saved = {name: torch.ones(32, 32)} | {entries[index]: torch.full((32, 32), 3.0) for index in given}
+    model.load_state_dict(saved, strict=False)
+    expected = [torch.full((32, 32), 3.0 if index in given else 1.0) for index in entries]
+    assert_equal([model[index]._fp4graph_q_ema_weight for index in entries], expected)
+    model[0].load_state_dict({"weight": torch.zeros(32, 32)})  # a part of the model alone
+    assert_equal([model[index]._fp4graph_q_ema_weight for index in entries], [torch.zeros(32, 32)] * 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, None], ids=str)
 def test_conversions_leave_state_as_it_is(dtype) -> None:
     model = averaged()
