@@ -300,13 +300,17 @@ def _tag(
 
 
 def _take_over(root: nn.Module, root_state: state.RootState, earlier: Mapping[str, Tensor]) -> None:
-    """Copy the values of an earlier applied policy where name and shape fit, as when a deepcopy is applied again."""
+    """Copy the values of an earlier applied policy where name and shape fit, as when a deepcopy is applied again, and
+    let values of entries of other phases wait."""
     buffers = dict(root.named_buffers(remove_duplicate=False))
     for key, value in earlier.items():
         if key in buffers and buffers[key].shape == value.shape:
             buffers[key].copy_(like(value.to(buffers[key].device), buffers[key]))
     for module_state in state.states(root):
-        keys = (f"{module_state.fqn}.{name}".removeprefix(".") for name in module_state.buffers)
-        module_state.loaded = any(key in earlier for key in keys)
+        names = {*module_state.buffers, *module_state.of_phases}
+        keys = {name: f"{module_state.fqn}.{name}".removeprefix(".") for name in names}
+        own = {name: earlier[key] for name, key in keys.items() if key in earlier}
+        module_state.waiting = {name: value for name, value in own.items() if name not in module_state.buffers}
+        module_state.loaded = len(own) > len(module_state.waiting)
     if state.FORWARDS in earlier:
         root_state.recount()

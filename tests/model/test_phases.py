@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -119,14 +120,18 @@ RAMPING = {"q_ramping": {"t_update": 9, "n_max": 3, "t0": 4, "k1": 1.0, "k2": 1}
 
 
 def run(
-    data: dict[str, Any], numbers: range, saved: Any = None, *, parts: bool = False
+    data: dict[str, Any], numbers: range, saved: Any = None, *, parts: bool = False, change: Any = None
 ) -> tuple[list[torch.Tensor], Any]:
-    """Train at the batches of ``numbers``, from a saved state if there is one; with ``parts`` load each entry alone."""
+    """Train at the batches of ``numbers``, from a saved state if there is one; with ``parts`` load each entry alone,
+    with ``change`` train what it returns for the loaded model."""
     model = applied(data)
     optimizer = prepared(model)
     if saved is not None:
         for state in ({key: value} for key, value in saved[0].items()) if parts else [saved[0]]:
             model.load_state_dict(state, strict=not parts)
+        if change is not None:
+            model = change(model)
+            optimizer = prepared(model)
         optimizer.load_state_dict(saved[1])
     results = train(model, optimizer, ((batch(step),) for step in numbers))
     return results, copy.deepcopy((model.state_dict(), optimizer.state_dict()))
@@ -156,6 +161,9 @@ def test_a_training_resumes_in_a_phase_that_begins_or_ends_the_state_of_a_techni
         whole, _ = run(data, range(8))
         for at, parts in ((2, False), (3, False), (5, False), (5, True)):
             resumed, _ = run(data, range(at, 8), run(data, range(at))[1], parts=parts)
+            assert_equal(resumed, whole[-len(resumed) :])
+        for change in (copy.deepcopy, partial(training.applied, policy=data)):
+            resumed, _ = run(data, range(5, 8), run(data, range(5))[1], change=change)
             assert_equal(resumed, whole[-len(resumed) :])
 
 
