@@ -30,15 +30,16 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
 
     The policy is applied when the Trainer is constructed, before the model is wrapped or a checkpoint is loaded; the
     optimizer is prepared when training begins. Evaluation and ``resume_from_checkpoint`` work unchanged: checkpoints
-    hold the techniques' state in the model's file, and the policy in ``trainer_state.json``. For policies with phases,
-    ``total_forwards`` is the number of batches in ``max_steps`` steps.
+    hold the techniques' state in the model's file, and the policy in ``trainer_state.json``. If a phase begins
+    at a share of the training, ``total_forwards`` is the number of batches in ``max_steps`` steps.
 
     Args:
         policy, backend, seed, dynamic, mode, options: as for :func:`fp4graph.apply`.
         same_policy: False lets training resume from a checkpoint of another policy.
 
     Raises:
-        Mismatch: training resumes from a checkpoint of another policy or seed, or from one without a policy.
+        Mismatch: training resumes from a checkpoint of another policy or seed, from one without a policy, or from one
+            of another length while a phase begins at a share of it.
         Error: the callback was added to the Trainer too late to resume or to evaluate, or training begins without
             ``fp16=True`` under a policy that scales the loss.
     """
@@ -93,9 +94,10 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
                     "this callback to the constructor, Trainer(model, ..., callbacks=[FP4GraphCallback(...)])"
                 )
             self._apply(model)
-        if self.policy.phases:
+        if any(isinstance(phase.at, float) for phase in self.policy.phases):
             batches = len(train_dataloader) if has_length(train_dataloader) else math.inf
             set_total_forwards(model, forwards(state.max_steps, batches, args.gradient_accumulation_steps))
+            self.written_under = written_under(model)
         if self.same_policy and state.global_step > 0:
             check_policy("the checkpoint", self._saved(state), model)
         # Accelerate's wrapper has no hooks.

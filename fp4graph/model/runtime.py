@@ -182,7 +182,7 @@ class Runtime:
         self._runner.open(forward)
         _follow(self, training=forward.training)
         if forward.duties.begins:
-            phase = self._current_phase()
+            phase = self._current_phase(training=forward.training)
             if phase != self.phase:
                 return _replaced(self, phase)._forward(forward)
             self._begin(forward)
@@ -207,10 +207,15 @@ class Runtime:
         """Return the runtime of the model as it is now, a new one if adapters or parametrizations joined or left."""
         return _replaced(self, self.phase) if self._tree.adapted() else self
 
-    def _current_phase(self) -> int:
-        """Return the phase that the count of forwards asks for."""
-        count = None if self.root_state is None else self.root_state.count
-        return self.phase if count is None else self.policy.phase(count, self.settings.total_forwards)
+    def _current_phase(self, *, training: bool = True) -> int:
+        """Return the phase that the count of forwards asks for. A model that is evaluated before its training is in the
+        first phase, for which the length of the training need not be known."""
+        total = self.settings.total_forwards
+        if (counted := self.root_state) is None:
+            return self.phase
+        if not training and total is None and counted.count == 0 and not counted.count_unknown:
+            return 0
+        return self.policy.phase(counted.count, total)
 
     @contextmanager
     def watched(self) -> Iterator[None]:

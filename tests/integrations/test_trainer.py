@@ -126,6 +126,7 @@ PHASES = {"version": 1, "name": "two phases", "extends": "tetrajet", "phases": L
 @pytest.mark.slow
 def test_a_phase_at_a_share_begins_at_that_share_of_the_training(trainer, tmp_path):
     whole = trainer(PHASES)
+    whole.evaluate()  # in the first phase, before the length of the training is known
     whole.train()
     runtime = runtime_of(whole.model)
     assert runtime.settings.total_forwards == 6
@@ -134,6 +135,10 @@ def test_a_phase_at_a_share_begins_at_that_share_of_the_training(trainer, tmp_pa
     again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
     assert losses(again) == losses(whole)
     assert not differences(dict(whole.model.state_dict()), dict(again.model.state_dict()))
+    with pytest.raises(fp4graph.Error, match="was written for a training of 6 forwards, this one has 8"):
+        trainer(PHASES, folder="again", max_steps=8).train(
+            resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3")
+        )
 
 
 @pytest.mark.slow

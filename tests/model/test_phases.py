@@ -99,8 +99,14 @@ def test_a_phase_that_begins_in_an_evaluation_in_inference_mode_trains() -> None
 @pytest.mark.slow
 def test_a_phase_at_a_share_of_the_training_needs_the_training_length() -> None:
     model = applied(policy({"at": 0.5, "operands": {"dgrad": "keep"}}))
+    with torch.no_grad():
+        model(batch(0))  # before the training, an evaluation is in the first phase
     with pytest.raises(PolicyError, match="set_total_forwards"):
         model(batch(0))
+    trained = applied(policy({"at": 0.5, "operands": {"dgrad": "keep"}}))
+    trained.load_state_dict(model.state_dict())
+    with torch.no_grad(), pytest.raises(PolicyError, match="set_total_forwards"):  # weights of an unknown phase
+        trained(batch(0))
     fp4graph.set_total_forwards(model, 2)
     for phase in (0, 1):
         gradients(model, phase)
