@@ -20,7 +20,7 @@ from fp4graph.graph import flops, refusals
 from fp4graph.graph.found import FoundProduct, FoundWork
 from fp4graph.graph.operations import Verdict
 from fp4graph.graph.products import Product, name_of, shown_part, transposes, value_of
-from fp4graph.graph.refusals import rule_that_keeps
+from fp4graph.graph.refusals import COMPUTED_INSIDE, rule_that_keeps
 from fp4graph.graph.site import Site, WeightUse
 from fp4graph.kernels.machine import Machine
 from fp4graph.numerics.spec import QuantSpec
@@ -260,11 +260,11 @@ class Planner:
         if self._policy.quantizes and found.newcomer is not None:
             added = FoundWork(node, found.newcomer, dataclasses.replace(view, op=name_of(node)))
             self._keep(added, "its module was added after fp4graph.apply()")
-            self._refuse(
+            late = (
                 "this module was added to the model after fp4graph.apply(), which has not planned it; call "
-                "fp4graph.apply(model, policy) again, which keeps state where it fits, and prepare_optimizer again",
-                found.newcomer,
+                "fp4graph.apply(model, policy) again, which keeps state where it fits, and prepare_optimizer again"
             )
+            self._refuse(COMPUTED_INSIDE if ".parametrizations." in found.newcomer else late, found.newcomer)
             return None
         occurrence = self._occurrences[str(view.module)]
         self._occurrences[str(view.module)] += 1

@@ -16,6 +16,13 @@ from fp4graph.technique import ChannelSplit, Part
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.site import SiteView
 
+#: Why a weight that is a parameter between forwards and computed inside of them cannot be quantized.
+COMPUTED_INSIDE = (
+    "the forward itself puts a parametrization on a parameter and takes it off again, as PEFT does for "
+    "target_parameters=, so no plan that was made before the forward holds. Name linear layers in target_modules= "
+    "instead, which puts adapters beside them, and leave experts' parameters out"
+)
+
 
 def rule_that_keeps(name: str, module: str | None) -> str:
     """Return the end of a sentence: advice to write a rule that keeps the products of ``module`` in high precision."""

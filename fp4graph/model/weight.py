@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fp4graph.errors import CaptureError
 from fp4graph.graph.plan import NOTHING, Plan, plan_once
+from fp4graph.graph.refusals import COMPUTED_INSIDE
 from fp4graph.graph.site import WeightUse
 from fp4graph.model import state
 from fp4graph.model.source import Source, sources_of
@@ -113,9 +114,12 @@ class Weight:
         """Take over the decision that a captured graph shows.
 
         Raises:
-            CaptureError: another product with this weight has another decision, and techniques act on the weight; or
-                the product multiplies with a part whose scales differ from those that techniques compute.
+            CaptureError: another product with this weight has another decision, and techniques act on the weight; the
+                forward computes the weight by a parametrization of its own; or the product multiplies with a part whose
+                scales differ from those that techniques compute.
         """
+        if not self.is_held:  # parametrizations that join between forwards have the model planned anew
+            raise CaptureError(COMPUTED_INSIDE, site=self.name)
         site, stored = use.site, self.stored
         if site.op == "linear" and stored.dim() == 3 and site.numel is not None and site.numel < stored.numel():
             # A loop multiplies with one matrix of the stack at a time, so each expert has its own statistics.

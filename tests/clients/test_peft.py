@@ -200,6 +200,14 @@ def test_other_modules_that_join_are_refused_until_the_policy_is_applied_again()
     trained(base, base)
 
 
+@pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
+def test_adapters_of_parameters_are_refused_with_a_remedy_that_serves(policy):
+    base = quantized(policy)
+    model = with_options(base, target_modules=[], target_parameters=["q_proj.weight"])
+    with pytest.raises(fp4graph.CaptureError, match=r"q_proj\.base_layer\.weight: .* in target_modules="):
+        model(input_ids=TOKENS)
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_packed_base_trains_generates_and_merges(checkpointing, tmp_path):
     outcomes = []
