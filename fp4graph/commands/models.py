@@ -101,7 +101,7 @@ def named_model(
     else:
         named = _built(text) if ":" in text else Named(_timm(text))
     if not (named.args or named.kwargs):
-        return _with_inputs(text, named.model, input_size, batch_size)
+        return with_inputs(text, named.model, input_size, batch_size)
     if input_size or batch_size:
         raise Error(f"{text} returns its inputs itself; leave --input-size and --batch-size out")
     return named
@@ -218,8 +218,11 @@ def _hugging_face(text: str, config: Any, device: str) -> nn.Module:
     return model
 
 
-def _with_inputs(text: str, model: nn.Module, input_size: str | None, batch_size: int | None) -> Named:
-    """Return ``model`` with a batch of zeros of ``input_size``, or of the sizes in the model's config."""
+def with_inputs(text: str, model: nn.Module, input_size: str | None = None, batch_size: int | None = None) -> Named:
+    """Return ``model``, named ``text``, with a batch of zeros of ``input_size``, or of the sizes in the model's config.
+
+    A decoder beside an encoder gets tokens: as many as an encoder of text, 16 otherwise.
+    """
     import torch
 
     sizes: Any = input_size.split("x") if input_size else _sizes(model)
@@ -228,13 +231,15 @@ def _with_inputs(text: str, model: nn.Module, input_size: str | None, batch_size
     if not all(str(size).isdecimal() and len(str(size)) < 10 and int(size) for size in sizes):
         raise Error(f"--input-size {input_size!r} is not a shape; write sizes separated by x, such as 3x224x224")
     name = str(getattr(model, "main_input_name", ""))
-    kind = torch.long if name == "input_ids" else torch.float32
+    is_text = name == "input_ids"
     device = next(model.parameters(), torch.empty(0)).device
-    zeros = torch.zeros(batch_size or 2, *map(int, sizes), dtype=kind, device=device)
+    zeros = functools.partial(torch.zeros, batch_size or 2, device=device)
+    first = zeros(*map(int, sizes), dtype=torch.long if is_text else torch.float32)
     if not name:
-        return Named(model, (zeros,))
-    decoder = {"decoder_input_ids": zeros} if getattr(model.config, "is_encoder_decoder", False) else {}
-    return Named(model, (), {name: zeros, **decoder})
+        return Named(model, (first,))
+    if not getattr(model.config, "is_encoder_decoder", False):
+        return Named(model, (), {name: first})
+    return Named(model, (), {name: first, "decoder_input_ids": first if is_text else zeros(_LENGTH, dtype=torch.long)})
 
 
 def _sizes(model: nn.Module) -> list[int] | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp4graph.commands.models import imported, named_model
+from fp4graph.commands.models import imported, named_model, with_inputs
 from fp4graph.errors import Error
 from tests.helpers.commands import run
 
@@ -142,6 +142,19 @@ def test_a_config_without_an_architecture_gets_a_head(config, kind, shapes):
     assert type(named.model).__name__ == kind
     assert [tuple(x.shape) for x in named.kwargs.values()] == shapes
     named.model(**named.kwargs)
+
+
+def test_a_decoder_beside_an_encoder_of_features_gets_tokens():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "vocab_size": 64}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 1}
+    config = transformers.WhisperConfig(**sizes, **ends, decoder_attention_heads=2, max_source_positions=8)
+    named = with_inputs("whisper", transformers.WhisperForConditionalGeneration(config), "80x16", 3)
+    assert {name: (tuple(x.shape), x.dtype) for name, x in named.kwargs.items()} == {
+        "input_features": ((3, 80, 16), torch.float32),
+        "decoder_input_ids": ((3, 16), torch.int64),
+    }
+    assert named.model(**named.kwargs).logits.shape == (3, 16, 64)
 
 
 @pytest.mark.slow
