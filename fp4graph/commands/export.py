@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 import fp4graph
-from fp4graph.commands.models import architecture
+from fp4graph.commands.models import architecture, with_inputs
 from fp4graph.commands.output import say
 from fp4graph.errors import Error, needs
 
@@ -101,5 +101,20 @@ def _export_model(folder: Path, policy: str, autocast: str | None, output: Path,
     model: Any = fp4graph.apply(kind.from_pretrained(str(folder), config=config), policy, backend="eager")
     with torch.autocast("cpu", getattr(torch, _AUTOCAST[autocast])) if autocast is not None else nullcontext():
         with torch.no_grad():
-            model.eval()(**model.dummy_inputs)
+            _capture(model.eval(), folder)
         fp4graph.export(model, output, **options)
+
+
+def _capture(model: Any, folder: Path) -> None:
+    """Call the model of a folder once, with zeros."""
+    remedy = "call the applied model once in Python, and export it with fp4graph.export(model, folder)"
+    try:
+        inputs = with_inputs(str(folder), model).kwargs
+    except Error:
+        raise Error(f"the inputs of {folder} are unknown; {remedy}") from None
+    try:
+        model(**inputs)
+    except Error:
+        raise
+    except Exception as error:
+        raise Error(f"{folder}: the forward of zeros raised {type(error).__name__}: {error}; {remedy}") from error

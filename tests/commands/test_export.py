@@ -52,6 +52,24 @@ def test_a_hugging_face_folder_with_state_of_techniques_is_exported(tmp_path):
     assert model(TOKENS).logits.shape == (2, 24, 97)
 
 
+def test_a_hugging_face_folder_of_an_image_model_is_exported(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    images = transformers.ViTConfig(**sizes, image_size=32, patch_size=16)
+    transformers.ViTForImageClassification(images).save_pretrained(tmp_path / "vit")
+    done = run("export", tmp_path / "vit", "--policy", "mxfp4", "--weights-only", "--output", tmp_path / "out")
+    assert done.code == 0, done.err
+    assert sum("weight_packed" in name for name in load_file(tmp_path / "out/model.safetensors")) == 12
+
+
+def test_a_hugging_face_folder_whose_inputs_are_unknown_is_an_error(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sound = transformers.ASTConfig(**sizes, num_mel_bins=16, max_length=16)
+    transformers.ASTForAudioClassification(sound).save_pretrained(tmp_path / "ast")
+    done = run("export", tmp_path / "ast", "--policy", "mxfp4", "--output", tmp_path / "out")
+    assert "the inputs of" in done.err
+    assert "fp4graph.export(model, folder)" in done.err
+
+
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
