@@ -146,7 +146,7 @@ def export(study: Any, number: int, folder: Path) -> Path:
         raise Error(f"study {study.name!r} has no trial {number}; {existing}")
     trial = trials[number]
     settings = "".join(f", {key} {value}" for key, value in trial.run.items())
-    reason = f": {trial.result['reason']}" if trial.result.get("reason") else ""
+    reason = ": " + " ".join(trial.result["reason"].split()) if trial.result.get("reason") else ""  # a comment's line
     outcome = f"validation loss {trial.loss:.6g}" if trial.state == "complete" else f"{trial.state}{reason}"
     note = (
         f"# Trial {number} of the sweep {study.name!r}: {trial.summary}\n"
