@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -22,7 +23,7 @@ import pytest
 from optuna.storages import RDBStorage
 
 import fp4graph
-from fp4graph.commands.sweep import interrupts
+from fp4graph.commands.sweep import export, interrupts
 from fp4graph.commands.sweep_results import read
 from fp4graph.errors import Error, PolicyError
 from fp4graph.lab.runs.run import Run
@@ -199,6 +200,22 @@ def test_tpe_suggests_configurations_of_the_space_and_none_twice(space, target, 
     assert len({trial.key for trial in trials}) == len(trials)
     assert all(searched.contains(trial.assignment) for trial in trials if trial.kind == "trial")
     assert len(counted(study)) == target
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe"])
+def test_failed_configurations_run_again_before_new_ones(sampler, url, table10):
+    study, number = make(url, table10), itertools.count()
+
+    def fails_twice(run, report):
+        if next(number) in (5, 6):
+            raise OSError("the disk is full")
+        return toy.objective(run, report)
+
+    work(study, table10, 9, sampler=sampler, objective=fails_twice)
+    failed = {trial.key for trial in study.trials() if trial.state == "failed"}
+    assert (len(failed), study.excuse_failed()) == (2, 2)
+    work(make(url, table10), table10, 9, sampler=sampler, objective=toy.objective)
+    assert {trial.key for trial in study.trials()[9:]} == failed
 
 
 def misfit(run, report, least=0.0):
@@ -582,6 +599,19 @@ def test_a_database_of_something_else_is_left_alone(folder, url, table10):
         make(url, table10)
     with pytest.raises(Error, match="has no study 'z'; it has s"):
         Study.open(url, "z")
+
+
+def test_the_policy_of_a_trial_that_failed_with_lines_of_text_is_a_policy(study, table10, folder):
+    def shapes(run, report):
+        if fp4graph.load_policy(run.policy).quantizes:
+            raise RuntimeError("shapes differ:\n  [2, 3]\n  [4, 5]")
+        return toy.objective(run, report)
+
+    work(study, table10, 3, objective=shapes)
+    assert states(study)[2] == "failed"
+    path = export(study, 2, folder)
+    assert fp4graph.load_policy(path).quantizes
+    assert path.read_text().splitlines()[1].endswith("failed: RuntimeError: shapes differ: [2, 3] [4, 5]")
 
 
 NOT_USABLE = r"has not been usable for .* the same command resumes"

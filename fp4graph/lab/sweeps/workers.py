@@ -52,15 +52,16 @@ def propose(space: Space, trials: Sequence[Trial], seed: int, sampler: str = "ra
     """Return the next configuration to run, from all trials of the study; None if no configuration is left or ready.
 
     The baselines come first. Other configurations wait until a baseline has finished, because scores need its loss, and
-    because it shows faults of data or device. Then come each family's plain choices, lost trials and sampled choices.
+    because it shows faults of data or device. Then come each family's plain choices, the trials that were lost, interrupted
+    or excused, and sampled choices.
     ``random`` choices are the same for equal seeds, independent of the workers.
     """
     taken = {trial.key for trial in trials if trial.state not in FREE}
     first = space.first()
     baselines = {configuration.key for configuration in first if configuration.kind == "baseline"}
     has_baseline = any(trial.key in baselines and trial.finished for trial in trials)
-    lost = [trial for trial in trials if trial.state == "lost" and trial.key not in taken]
-    repeated = (space.configuration(trial.assignment, trial.kind) for trial in lost)
+    free = [trial for trial in trials if trial.state in FREE and trial.key not in taken]
+    repeated = (space.configuration(trial.assignment, trial.kind) for trial in free)
     for configuration in itertools.chain(first, repeated, _drawn(space, trials, seed, sampler)):
         if configuration.kind != "baseline" and not has_baseline:
             return None
