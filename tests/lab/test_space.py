@@ -326,6 +326,15 @@ parameters:
     assert [c.family for c in space.first()] == ["bf16", "all"]
 
 
+def test_a_configuration_to_which_no_family_is_open_is_of_the_family_all():
+    conditional = "{e2m1: {when: {size: small}}, e3m0: {when: {size: small}, quantize: {element: e3m0}}}"
+    sizes = "size: {choices: {small: {}, large: {quantize: {block: 64}}}}"
+    space = parse_space(
+        f"{V1}base: mxfp4\nfamily: f\nparameters:\n  {sizes}\n  f: {{choices: {conditional}}}\n", "s.yaml"
+    )
+    assert [space.configuration(a).family for a in space.assignments()] == ["e2m1", "e3m0", "all"]
+
+
 def test_the_text_of_a_space_contains_its_base(tmp_path):
     phases = "phases: [{at: 0.5, rules: [{match: {}, quantize: {block: 8}}]}]"
     (tmp_path / "mine.yaml").write_text(f"version: 1\nextends: nvfp4\n{phases}\n")

@@ -87,8 +87,9 @@ class Parameter:
 class Configuration:
     """The policy and the training settings of one trial.
 
-    ``kind`` is baseline, pure (the plain choices in one family), or trial; ``family`` is the choice of the space's
-    family parameter, or a baseline's name. An impossible configuration has an ``error`` and no ``policy``.
+    ``kind`` is baseline, pure (the plain choices in one family), or trial. ``family`` is the choice of the space's
+    family parameter, "all" without such a choice, or a baseline's name. An impossible configuration has an ``error``
+    and no ``policy``.
     """
 
     kind: str
@@ -167,7 +168,7 @@ class Space:
         # The family comes first, regardless of its parameter's place.
         chosen.sort(key=lambda item: item[0].name != self.family)
         summary = ", ".join(filter(None, (parameter.shown(label) for parameter, label in chosen))) or "plain"
-        family = assignment[self.family] if self.family else "all"
+        family = assignment.get(self.family or "", "all")
         policy, error = None, None
         document, run = self._laid(self.base, summary, parts)
         try:
