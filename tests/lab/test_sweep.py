@@ -601,6 +601,17 @@ def test_a_database_of_something_else_is_left_alone(folder, url, table10):
         Study.open(url, "z")
 
 
+def test_a_database_is_in_its_folder_and_reading_makes_none(folder, table10):
+    for name in ("a?b", "a?c", "50%20", "h#x"):
+        (folder / name).mkdir()
+        make(database.url_of(folder / name), table10, name=name)
+        assert [results.name for results in read([str(folder / name)], None)] == [name]
+    assert sorted(path.name for path in folder.iterdir()) == ["50%20", "a?b", "a?c", "h#x"]
+    with pytest.raises(Error, match="does not exist"):
+        read([f"sqlite:///{folder / 'absent.db'}"], None)
+    assert not (folder / "absent.db").exists()
+
+
 def test_the_policy_of_a_trial_that_failed_with_lines_of_text_is_a_policy(study, table10, folder):
     def shapes(run, report):
         if fp4graph.load_policy(run.policy).quantizes:

@@ -12,7 +12,7 @@ from typing import Any
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, RDBStorage
 from sqlalchemy import create_engine, inspect
-from sqlalchemy.engine import make_url
+from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from fp4graph.errors import Error, install
@@ -49,8 +49,12 @@ class Storage(RDBStorage):
         self.shown, kind = parsed.render_as_string(hide_password=True), parsed.get_backend_name()
         if parsed.drivername in ("postgres", "postgresql"):
             parsed, kind = parsed.set(drivername="postgresql+psycopg"), "postgresql"
-        if kind == "sqlite" and parsed.database and not (folder := Path(parsed.database).parent).is_dir():
-            raise Error(f"{self.shown}: folder {str(folder)!r} does not exist; make it, or give another file")
+        if kind == "sqlite" and parsed.database:
+            file = Path(parsed.database)
+            if not file.parent.is_dir():
+                raise Error(f"{self.shown}: folder {str(file.parent)!r} does not exist; make it, or give another file")
+            if existing and not file.is_file():  # connecting would make the file
+                raise Error(f"{self.shown} does not exist; give the database of fp4graph sweep")
         text, settings = parsed.render_as_string(hide_password=False), _SETTINGS.get(kind, {"pool_pre_ping": True})
         try:
             engine = create_engine(text, **settings)
@@ -122,7 +126,7 @@ def url_of(source: str | Path, *, existing: bool = False) -> str:
     path = path / "sweep.db" if path.is_dir() else path
     if existing and not path.is_file():
         raise Error(f"database {str(path)!r} does not exist; give a sweep's folder, its SQLite file, or a URL")
-    return f"sqlite:///{path}"
+    return URL.create("sqlite", database=str(path)).render_as_string()  # escapes ? and % in the path
 
 
 def sweeps(url: str) -> list[str]:
