@@ -403,6 +403,10 @@ WRONG = {
     "unknown setting": (B + " {run: {learning_rate: 1}} #!\n", "'learning_rate'"),
     "setting of the sweep": (B + " {run: {steps: 3}} #!\n", "'steps'", "known: "),
     "bad setting": (B + "\n        run: {lr: -1} #!\n", "lr must be a positive number"),
+    "setting that is no truth": (B + " {run: {autocast: fp16}} #!\n", "autocast must be true or false; got 'fp16'"),
+    "options that are no mapping": (
+        B + "\n        run: {optimizer_options: 3} #!\n", "optimizer_options must be a mapping; got 3",
+    ),
     "condition on nothing": (Y + "\n    when: {z: a} #!\n    choices: {a: {}}\n", "'z'", "not an earlier parameter"),
     "condition on a later parameter": (
         X + "    when: {y: a} #!\n    choices: {a: {}}\n  y: {choices: {a: {}}}\n", "not an earlier parameter",

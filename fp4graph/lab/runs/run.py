@@ -80,6 +80,10 @@ class Run:
                 fits = type(value) is int or (kind is float and isinstance(value, float))
                 if value is not None and not (fits and first <= value < end):
                     raise Error(f"{name} must be {what}; got {value!r}")
+        if self.autocast is not None and not isinstance(self.autocast, bool):
+            raise Error(f"autocast must be true or false; got {self.autocast!r}")
+        if not isinstance(self.optimizer_options, Mapping):
+            raise Error(f"optimizer_options must be a mapping; got {self.optimizer_options!r}")
         if self.epochs is not None and self.steps is not None:
             raise Error("epochs and steps both set the length of the training; give only one")
 

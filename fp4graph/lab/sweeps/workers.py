@@ -52,9 +52,9 @@ def propose(space: Space, trials: Sequence[Trial], seed: int, sampler: str = "ra
     """Return the next configuration to run, from all trials of the study; None if no configuration is left or ready.
 
     The baselines come first. Other configurations wait until a baseline has finished, because scores need its loss, and
-    because it shows faults of data or device. Then come each family's plain choices, the trials that were lost, interrupted
-    or excused, and sampled choices.
-    ``random`` choices are the same for equal seeds, independent of the workers.
+    because it shows faults of data or device. Then come each family's plain choices, the trials that were lost,
+    interrupted or excused, and sampled choices. ``random`` choices are the same for equal seeds, independent of the
+    workers.
     """
     taken = {trial.key for trial in trials if trial.state not in FREE}
     first = space.first()
