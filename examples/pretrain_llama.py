@@ -130,4 +130,6 @@ if __name__ == "__main__":
         parser.error(f"{args.checkpoint} already holds a run; continue with --resume, or give another --checkpoint")
     if args.batch_size % (args.accumulate * int(os.environ.get("WORLD_SIZE", 1))):
         parser.error("--batch-size must be a multiple of --accumulate times the number of processes")
+    if len(tokens_of(args.data)[1]) <= args.context:
+        parser.error("--data is too short: its last twentieth, for validation, must be longer than --context")
     train(args)

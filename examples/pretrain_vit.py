@@ -10,6 +10,7 @@ After a kill, --resume continues after the last complete epoch, as if the run ha
 import argparse
 import math
 import os
+import sys
 from pathlib import Path
 
 import timm
@@ -60,6 +61,8 @@ def train(args):
     batches = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
     validation = DataLoader(validation_set, sampler=range(rank, len(validation_set), world), **loading)
     steps = args.epochs * len(batches)
+    if not steps:
+        sys.exit("pretrain_vit.py: there are fewer training images than --batch-size, or no --epochs")
 
     torch.manual_seed(args.seed)
     model = timm.create_model(args.model, **options).to(device)

@@ -80,6 +80,18 @@ def test_a_batch_that_cannot_be_split_is_refused(example, tmp_path, monkeypatch,
     assert "must be a multiple of --accumulate times the number of processes" in capsys.readouterr().err
 
 
+def test_a_text_without_a_context_for_validation_is_refused(example, tmp_path, capsys):
+    (tmp_path / "short.txt").write_text("x" * 20 * 32)
+    with pytest.raises(SystemExit):
+        example("pretrain_llama.py", *LLAMA, f"--data={tmp_path / 'short.txt'}", f"--checkpoint={tmp_path / 'a.pt'}")
+    assert "--data is too short" in capsys.readouterr().err
+
+
+def test_images_that_fill_no_batch_are_refused(example, tmp_path):
+    with pytest.raises(SystemExit, match="fewer training images than --batch-size"):
+        example("pretrain_vit.py", "--batch-size=2000", f"--checkpoint={tmp_path / 'a.pt'}")
+
+
 @pytest.mark.long
 def test_vit_trains_from_a_folder(example, tmp_path):
     random = np.random.default_rng(0)
