@@ -37,7 +37,7 @@ from fp4graph.lab.tasks import countdown
 
 PARTS = ("macro_block_scaling", "outlier_fallback", "adaptive_quantization_noise")
 UNSHARED = "-unshared"
-#: Policies that a server serves; of the last one it quantizes activations too.
+#: The policies that ``--server`` takes. Under the last one, the server quantizes activations too.
 SERVED = ("bf16", "nvfp4-w4a16", "nvfp4-rl")
 #: The configuration of a checkpoint of NVFP4 weights in ModelOpt's layout.
 CONFIG = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}}

@@ -72,7 +72,7 @@ class _SubmoduleFinder(MetaPathFinder):
 
 
 class _Present(Loader):
-    """Loads a module that is loaded already: under the module's spec, the running import would execute it again."""
+    """Gives an import a module that is loaded already. Under its own spec, the import would execute it again."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module, self._spec = module, module.__spec__

@@ -21,7 +21,7 @@ from fp4graph.files import write
 @run_options
 def sweep(
     task: Annotated[str, typer.Option(help="What to train; `fp4graph train --list` names the tasks.")],
-    trials: Annotated[int, typer.Option(min=1, help="Results in total, including baselines and earlier ones.")] = 40,
+    trials: Annotated[int, typer.Option(min=1, help="Results in total; baselines and earlier results count.")] = 40,
     workers: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 1,
     space: Annotated[str, typer.Option(help="A search space: a shipped space's name, or a file.")] = "design-space",
     output: Annotated[Path | None, typer.Option(help="Folder for results; by default runs/sweep-TASK.")] = None,
@@ -33,7 +33,11 @@ def sweep(
     pruner: Annotated[str, typer.Option(help="When to give up a trial: none, median or hyperband.")] = "none",
     rule: Annotated[str, typer.Option(help="Formula of the score S: text or table, see sweep-results.")] = "table",
     patience: Annotated[
-        float, typer.Option(min=6, help="Seconds without a heartbeat after which a new study's worker counts as dead.")
+        float,
+        typer.Option(
+            min=6,
+            help="Seconds after which a worker without a heartbeat counts as dead; a study keeps its first value.",
+        ),
     ] = 60.0,
     retry_failed: Annotated[bool, typer.Option(help="Run failed configurations again.")] = False,
     export_policy: Annotated[
@@ -114,8 +118,8 @@ def sweep(
 def interrupts() -> Iterator[list[float]]:
     """Yield the times of Ctrl-C and SIGTERM; the first signal only prints a message, and the caller must stop.
 
-    A KeyboardInterrupt inside SQLAlchemy or Optuna's cache would corrupt the session or list of trials, which are still
-    needed to withdraw the running trials. A signal a second or more after the first raises KeyboardInterrupt, for users
+    To withdraw the running trials, the sweep needs SQLAlchemy's session and Optuna's list of trials, which a
+    KeyboardInterrupt could corrupt. A signal a second or more after the first does raise KeyboardInterrupt, for users
     who do not wait for an unreachable database.
     """
     times: list[float] = []
@@ -128,7 +132,7 @@ def interrupts() -> Iterator[list[float]]:
         elif times[-1] - times[0] >= 1:  # ignores an accidental double press
             raise KeyboardInterrupt
 
-    # Background jobs of a shell ignore SIGINT; this does not change.
+    # A shell's background jobs ignore SIGINT, and go on ignoring it.
     handled = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, note) for number in handled}
     try:

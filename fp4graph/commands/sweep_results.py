@@ -36,7 +36,7 @@ def sweep_results(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the best trials of each family in sweeps: the trials of which no cheaper one has a higher score S.
+    """Print the baselines of sweeps, and each family's pure FP4 and trials of lowest loss and highest score S.
 
     G is the share by which a trial reduces the loss of the better unquantized baseline; Ω is its policy's complexity.
     """

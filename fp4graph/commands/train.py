@@ -103,7 +103,7 @@ def _options(pairs: list[str]) -> dict[str, Any]:
 
 @contextmanager
 def streams_of(names: list[str] | None, run: Run, folder: Path) -> Iterator[list[Any] | None]:
-    """Yield the argument ``stream`` of ``Statistics`` for ``names``, with a new run of W&B or MLflow; None if empty."""
+    """Open the streams ``names``, and yield them for ``Statistics``; None without names. W&B and MLflow begin a run."""
     from fp4graph.policy import load_policy
 
     if names is None and importlib.util.find_spec("tensorboard") is None:

@@ -38,7 +38,8 @@ class Storage(RDBStorage):
     ``shown`` is the URL without the password, for messages.
 
     Raises:
-        Error: the database cannot be reached, or has no studies though ``existing`` is True; it is then left unchanged.
+        Error: the database cannot be reached; or ``existing`` is True, and it does not exist or has no studies. Nothing
+            is written then.
     """
 
     def __init__(self, url: str, *, existing: bool = False) -> None:
@@ -101,7 +102,7 @@ class Storage(RDBStorage):
             super().record_heartbeat(trial_id)
 
     def begin_heartbeats(self, trial_id: int) -> None:
-        """Record a heartbeat that no other will replace; raise :class:`Away` if the database does not answer."""
+        """Record the first heartbeat of another worker's trial; raise :class:`Away` if the database does not answer."""
         self.patiently(lambda: super(Storage, self).record_heartbeat(trial_id))
 
 

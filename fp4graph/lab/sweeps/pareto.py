@@ -105,7 +105,7 @@ def _named(study: Results, rule: Rule) -> list[tuple[str, str]]:
 
 
 def _scale(axes: Any, complexities: Sequence[float], scores: Sequence[float], best: Sequence[float]) -> None:
-    """Scale the axes; the axis of scores is linear up to the first power of ten above the median of ``best``."""
+    """Scale the axes. Scores are linear up to the first power of ten above the median magnitude of ``best``."""
     linear = 10.0 ** math.ceil(math.log10(max(statistics.median(map(abs, best)), 1e-3)))
     axes.set_yscale("symlog", linthresh=linear)
     axes.yaxis.set_major_formatter(lambda value, place: f"{value:g}")

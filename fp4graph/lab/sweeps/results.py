@@ -96,7 +96,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Scored:
-    """A trial with its scores: -inf if it diverged; None if it is otherwise incomplete, or no baseline is complete."""
+    """A trial with its scores: -inf if it diverged, None if it did not complete or if no baseline completed."""
 
     trial: Trial
     gain: float | None

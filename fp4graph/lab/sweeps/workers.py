@@ -342,7 +342,7 @@ class Workers:
         yield event
 
     def _progress(self) -> int:
-        """Return a bounded number that grows while workers make progress."""
+        """Count the trials that have ended. The count grows while workers make progress, but not without bound."""
         return sum(trial.finished or trial.state in ("lost", "refused") for trial in self._study.trials())
 
     def _trials_of(self, *workers: _Worker) -> list[int]:
