@@ -445,6 +445,29 @@ def test_gradient_norms_in_records_and_in_tensorboard(tmp_path):
     assert shown == pytest.approx(expected, rel=1e-4)
 
 
+def test_the_gradient_norm_of_a_step_with_a_closure_is_that_of_its_own_gradient(tmp_path):
+    """As in Lightning, the closure computes the gradient inside the step, after the hooks before the step."""
+    model, optimizer = make(policy())
+    expected = {}
+
+    def closure(step):
+        optimizer.zero_grad()
+        loss = model(torch.full((8, 32), float(step))).square().mean()
+        loss.backward()
+        expected[step] = model.first.weight.grad.norm().item()
+        return loss
+
+    with Statistics(model, optimizer, every=2, directory=tmp_path, metrics="gradient_norm", sites="first"):
+        optimizer.step(partial(closure, 1))
+        optimizer.step(closure=partial(closure, 2))
+        optimizer.step(partial(closure, 3))
+        optimizer.step(partial(closure, 4))
+    for step in (2, 4):
+        assert only(read(tmp_path), step=step, tensor="weight.grad")["gradient_norm"] == pytest.approx(
+            expected[step], rel=1e-5
+        )
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["nvfp4-te", "tetrajet-qema"])
 def test_experts_are_recorded(name, tmp_path):

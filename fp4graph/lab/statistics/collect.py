@@ -134,7 +134,8 @@ class Statistics:
             raise Error("the model is no longer applied; close the Statistics before fp4graph.remove")
         return runtime
 
-    def _before_step(self, *args: Any) -> None:
+    def _before_step(self, optimizer: object, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Begin a step; return its arguments, with a closure whose gradients are measured, or None to keep them."""
         runtime = self._current()
         if runtime is not self._runtime:  # a phase has begun
             self._runtime, self._left = runtime, 0
@@ -145,8 +146,24 @@ class Statistics:
         self._after = self._optimizer.register_step_post_hook(self._after_step)
         if self._log is not None:
             self._open_window()
-        if self._armed and "gradient_norm" in self._metrics:
+        if not self._armed or "gradient_norm" not in self._metrics:
+            return None
+        self._gradients = self._gradient_norms()
+        # A closure computes other gradients inside the step. Argument 0 is the optimizer itself.
+        changed = tuple(self._measured(value) if place else value for place, value in enumerate(args))
+        return changed, {name: self._measured(value) for name, value in kwargs.items()}
+
+    def _measured(self, argument: Any) -> Any:
+        """Return an argument of a step, but for a closure a function that calls it and measures its gradients."""
+        if not callable(argument):
+            return argument
+
+        def measured() -> Any:
+            loss = argument()
             self._gradients = self._gradient_norms()
+            return loss
+
+        return measured
 
     def _after_step(self, *args: Any) -> None:
         self._before.remove()
