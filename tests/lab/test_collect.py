@@ -404,10 +404,11 @@ def test_a_model_under_ddp_is_observed(tmp_path):
     assert {"fprop.input", "wgrad", "output"} <= {row["tensor"] for row in read(tmp_path).rows}
 
 
-def test_sharded_models_are_refused(tmp_path, monkeypatch):
+def test_sharded_models_are_refused_before_the_training(tmp_path, monkeypatch):
+    """In every process: an error or a collective of the first process alone would leave the others waiting."""
     monkeypatch.setattr("fp4graph.lab.statistics.collect.fsdp_modules", lambda model: [model])
     with pytest.raises(fp4graph.Error, match="under fully_shard cannot be observed"):
-        Statistics(*make(policy()), every=1, directory=tmp_path)
+        Statistics(*make(policy()), every=50, directory=tmp_path)
 
 
 @pytest.mark.parametrize("techniques", [[], ["q_ema"]], ids=["plain", "q_ema"])

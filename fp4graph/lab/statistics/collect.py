@@ -48,8 +48,8 @@ class Statistics:
             folder for one, a run of wandb, the module ``mlflow``, or a function of a step and a dict of values.
 
     Raises:
-        Error: the model is not applied, the optimizer runs no hooks, a metric or a site is unknown, or a pattern
-            has a range of numbers such as ``[0-11]``, which is a set of characters. Later,
+        Error: the model is not applied or is under ``fully_shard``, the optimizer runs no hooks, a metric or a site is
+            unknown, or a pattern has a range of numbers such as ``[0-11]``, which is a set of characters. Later,
             ``optimizer.step()`` raises an Error if the disk is full.
     """
 
@@ -82,6 +82,8 @@ class Statistics:
                 "it wraps an optimizer, give the wrapped optimizer"
             )
         self._model, self._optimizer = unwrapped(model), optimizer
+        if fsdp_modules(self._model):  # the first process alone would gather weights, and wait for the others
+            raise Error("sites of a model under fully_shard cannot be observed; use DistributedDataParallel")
         self._probe = (probe,) if isinstance(probe, torch.Tensor) else probe
         self._metrics = _checked(metrics)
         self._patterns = (sites,) if isinstance(sites, str) else tuple(sites)
@@ -124,8 +126,6 @@ class Statistics:
     def _arm(self) -> None:
         """Observe the forwards until the next step if that step is recorded."""
         self._armed = self._log is not None and (self._step + 1) % self._every == 0
-        if self._armed and fsdp_modules(self._model):
-            raise Error("sites of a model under fully_shard cannot be observed; use DistributedDataParallel")
         self._current().observe(self._operands if self._armed else None)
 
     def _current(self) -> Runtime:
