@@ -23,13 +23,11 @@ def quantize(weight: Weight, w: Tensor, step: Tensor) -> Tensor:
 
     If products multiply with parts of ``w``, blocks and tensor scales are nevertheless those of the whole ``w``;
     :meth:`Weight.settle` refuses techniques that would act on such values.
-    The kernels of a convolution are quantized as the rows of a matrix. A sharded ``w`` is gathered first, because
-    blocks and tensor scales reach across shards.
+    A sharded ``w`` is gathered first, because blocks and tensor scales reach across shards.
     """
     assert weight.plan.program is not None
     fprop = weight.plan.program.fprop
-    canonical = weight.canonical(w)
-    canonical = canonical.flatten(1) if weight.view.op == "conv" else canonical
+    canonical = matrix(weight, w)
     draw = Draw(weight.key, step.to(weight.key.device)) if weight.plan.program.draws else None
     if (score := _score(weight)) is not None:
         result = quantized_weight(weight.plan.program, canonical, draw, score).to(w.dtype)
@@ -40,6 +38,15 @@ def quantize(weight: Weight, w: Tensor, step: Tensor) -> Tensor:
     terms = fprop.right(rotation.right, operand_draw(draw, Operand.FPROP_WEIGHT), entries, segments)
     result = rotation.undo(total(terms), "right").to(w.dtype)
     return like((result.mT if weight.stored_transposed else result).reshape(w.shape), w)
+
+
+def matrix(weight: Weight, x: Tensor) -> Tensor:
+    """Gather ``x``, laid out like the weight; return it as the quantizer takes it, ``[..., N, K]``.
+
+    The kernels of a convolution are the rows of a matrix.
+    """
+    canonical = weight.canonical(x)
+    return canonical.flatten(1) if weight.view.op == "conv" else canonical
 
 
 def quantization(weight: Weight, step: Tensor) -> Quantization:

@@ -192,21 +192,35 @@ def test_the_gradient_of_a_stochastic_backward_by_many_draws(tmp_path):
     assert row["gain"] == pytest.approx(((draws.mean(0) * exact).sum() / exact.square().sum()).item(), rel=0.01)
 
 
-@pytest.mark.parametrize("case", ["plain", "q_ema", "a list of elements"])
+class Convolution(nn.Conv2d):
+    """A convolution of rows of 32 numbers, taken as images; its kernels have 32 numbers and are rows of a matrix."""
+
+    def __init__(self):
+        super().__init__(2, 24, 4)
+
+    def forward(self, x):
+        return super().forward(x.view(-1, 2, 4, 4))
+
+
+@pytest.mark.parametrize("case", ["plain", "q_ema", "a list of elements", "a convolution"])
 def test_oscillation_in_loops(case, tmp_path):
     """The paths of w and Q(w) over the window are kept beside the training, element by element."""
     several = case == "a list of elements"
+    layer = Convolution() if case == "a convolution" else nn.Linear(32, 24)
     operands = {"fprop.weight": {"element": ["e2m1", "int4"]}} if several else {}
     techniques = [{"q_ema": {"beta": 0.9}}] if case == "q_ema" else []
-    model, optimizer = make(policy(techniques=techniques, **operands), nn.Linear(32, 24))
+    recipe = policy(techniques=techniques, **operands)
+    recipe["rules"][0]["match"] = {"op": "conv" if case == "a convolution" else "linear"}
+    model, optimizer = make(recipe, layer)
     w, q = [], []
     options = {"window": 6, "window_every": 25, "metrics": ["oscillation", "flips", "rate_of_change"]}
     with Statistics(model, optimizer, every=5, directory=tmp_path, sample=None, **options):
         for step in range(25):
             steps(model, optimizer, 1, start=step)
             runtime = runtime_of(model)
-            w.append(model.weight.detach().clone())
-            q.append(quantize(runtime.weights[0], w[-1], runtime.step).clone())
+            weight = model.weight.detach().clone()
+            w.append(weight.flatten(1))
+            q.append(quantize(runtime.weights[0], weight, runtime.step).flatten(1))
     w, q = torch.stack(w[18:25]).double().numpy(), torch.stack(q[18:25]).double().numpy()
     moved, moved_q = np.abs(np.diff(w, axis=0)).sum(0), np.abs(np.diff(q, axis=0)).sum(0)
     ratio = np.divide(moved_q, moved, out=np.where(moved_q > 0, np.inf, 0.0), where=moved > 0)

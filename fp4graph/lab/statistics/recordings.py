@@ -15,7 +15,6 @@ from fp4graph.lab.statistics import metrics as m
 from fp4graph.lab.statistics.sampling import Moments, Selection, by_block, sample
 from fp4graph.model import weight_quantizer
 from fp4graph.model.weight import Weight
-from fp4graph.numerics.sharding import whole
 from fp4graph.ops.observe import ObservedOperand, OperandObserver
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Gemm, Operand
@@ -152,9 +151,9 @@ class Moving:
     """Sampled lines of one weight over a window; call :meth:`advance` at its beginning and after each step."""
 
     def __init__(self, weight: Weight, sample: int | None) -> None:
-        self._weight, stored, program = weight, weight.parameter, weight.plan.program
+        self._weight, program = weight, weight.plan.program
         assert program is not None
-        self._selection = Selection(tuple((stored.mT if weight.stored_transposed else stored).shape), sample)
+        self._selection = Selection(tuple(weight_quantizer.matrix(weight, weight.parameter).shape), sample)
         quantizer = program.fprop.right
         self._spec = quantizer.spec
         # Flips need the grid of the format, which differs between blocks that choose their format.
@@ -189,8 +188,7 @@ class Moving:
         return self._sampled(weight_quantizer.quantize(self._weight, self._weight.parameter, step))
 
     def _sampled(self, w: Tensor) -> Tensor:
-        w = whole(w.detach())
-        return self._selection.of(w.mT if self._weight.stored_transposed else w)
+        return self._selection.of(weight_quantizer.matrix(self._weight, w.detach()))
 
     def measurement(self, steps: int, metrics: frozenset[str]) -> dict[str, Any]:
         """Return the measurement of a window of ``steps`` steps."""
