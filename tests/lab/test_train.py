@@ -5,6 +5,7 @@ import gc
 import json
 import math
 import os
+import random
 import re
 import signal
 import socket
@@ -18,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 
@@ -50,6 +52,10 @@ def losses(outcome):
 def curves(folder):
     """Return the metrics of a run without their times."""
     return [{**line, "seconds": None} for line in read_metrics(folder)]
+
+
+def random_states():
+    return random.getstate(), str(np.random.get_state()[1].tolist()), torch.get_rng_state().tolist()
 
 
 def stopped(chosen, folder, step):
@@ -217,6 +223,8 @@ def test_resumes_bit_for_bit(tmp_path, monkeypatch):
     uninterrupted = train(chosen, directory=tmp_path / "whole")
     folder = tmp_path / "stopped"
     stopped(chosen, folder, 4)
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    states = random_states()
     for changed, resume, says in (
         ({}, False, "already holds a run"),
         ({"lr": 0.1, "seed": 3}, True, r"another run: seed was 0, is 3; lr was 0.002, is 0.1"),
@@ -227,6 +235,7 @@ def test_resumes_bit_for_bit(tmp_path, monkeypatch):
     resumed = train(chosen, directory=folder, resume=True)
     assert (losses(resumed), resumed.steps) == (losses(uninterrupted), uninterrupted.steps)
     assert curves(folder) == curves(tmp_path / "whole")
+    assert random_states() == states  # the checkpoint holds the training's
     with pytest.raises(Error, match="has already ended"):
         train(chosen, directory=folder, resume=True)
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fp4graph.errors import Error
 from fp4graph.lab import Statistics
+from fp4graph.lab.data.images import seeded
 from fp4graph.lab.data.loading import Batch
 from fp4graph.lab.runs.folder import CHECKPOINT, RunFolder, read_run
 from fp4graph.lab.runs.run import Outcome, Run, Validation
@@ -58,7 +59,7 @@ def train(
 ) -> Outcome:  # fmt: skip
     """Train and validate a task; equal runs give equal results on one machine.
 
-    The caller's random generators keep their states.
+    The caller's random generators, torch's, NumPy's and Python's, keep their states.
 
     Args:
         report: called after each validation; an exception that it raises ends the training and passes through.
@@ -77,7 +78,7 @@ def train(
     if statistics is not None and directory is None:
         raise Error("statistics are kept in the folder of the run; give directory=")
     folder = RunFolder(directory, stream) if directory is not None else None
-    with torch.random.fork_rng(), ExitStack() as watching:
+    with torch.random.fork_rng(), seeded(run.seed), ExitStack() as watching:
         training = Training(run)
         if statistics is not None and not 1 <= statistics <= training.steps:
             raise Error(
