@@ -375,6 +375,8 @@ def test_an_invalid_record_is_an_error(read, content, says, tmp_path):
         ({"device": "toaster"}, "device 'toaster' cannot be used"),
         ({"optimizer_options": {"betta": 1}}, "optimizer adam does not take {'betta': 1}"),
         ({"optimizer_options": {"betas": [2, 2]}}, "optimizer adam does not take"),
+        ({"optimizer_options": {"betas": [0.9]}}, r"optimizer adam does not take {'betas': \[0.9\]}"),
+        ({"optimizer_options": {"fused": True, "foreach": True}}, "optimizer adam does not take"),
         (
             {"optimizer": "stablespam", "policy": {"version": 1, "extends": "mxfp4", "techniques": ["stable_spam"]}},
             "would condition its gradients a second time",

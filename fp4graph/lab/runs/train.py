@@ -312,7 +312,7 @@ def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     options = dict(settings.optimizer_options)
     try:
         return OPTIMIZERS[settings.optimizer](groups, lr=settings.lr, **options)
-    except (TypeError, ValueError) as error:
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
         raise Error(f"optimizer {settings.optimizer} does not take {options}: {error}") from error
 
 
