@@ -58,6 +58,7 @@ class Runtime:
         optimizers: the optimizers that techniques act through.
         inspection: the observer of the forwards.
         intercept: called with the arguments instead of the model's call; None lets the call run.
+        autocast: the dtype of the autocast in which the last forward with gradients was called; None without autocast.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Runtime:
         self._previous: Any = None
         self._tree = Tree(root, self.plan.weights, quantizes=policy.quantizes)
         self.intercept: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self.autocast: torch.dtype | None = None
         self.count_from, self.over_ranks = self._steps.count_from, self._steps.over_ranks
         self.check_coverage = self._runner.check_coverage
 
@@ -194,6 +196,9 @@ class Runtime:
             raise Error(_ON_META)
         of_parts = forward.duties.counts == "again"
         first = forward.training and not (of_parts and self._current.ran)
+        if first:
+            device = self.device.type
+            self.autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if first and self._steps.trained == 1:
             self.optimizers.check(self.plan)
         if first:

@@ -263,6 +263,20 @@ def test_the_rate_of_change_of_outputs_by_hand(tmp_path):
         assert row["rate_of_change"] == pytest.approx(np.mean(rates[last - 6 : last - 1]), rel=1e-5)
 
 
+def test_a_probe_runs_under_the_autocast_of_the_training(tmp_path):
+    """Also before the first record."""
+    model, optimizer = make(policy())
+    dtypes = []
+    model.first.register_forward_hook(lambda module, _, y: None if module.training else dtypes.append(y.dtype))
+    options = {"probe": torch.ones(2, 32), "metrics": ["rate_of_change"], "window": 1, "window_every": 2}
+    with Statistics(model, optimizer, every=50, directory=tmp_path, **options):
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                model(torch.ones(8, 32)).sum().backward()
+            optimizer.step()
+    assert dtypes == [torch.bfloat16] * 2
+
+
 def test_statistics_cover_all_batches_of_a_step_no_evaluation_and_sites_without_tokens(tmp_path):
     """A site without tokens has statistics of its weight, and none of its products."""
     model, optimizer = make(policy())

@@ -95,7 +95,7 @@ class Statistics:
         self._every, self._step = every, _steps_done(optimizer) if step is None else step
         self._window, self._window_every = window, max(window, 10 * every if window_every is None else window_every)
         self._sample = sample
-        self._operands = OperandRecording(self._patterns, self._metrics, sample, self._runtime.device.type)
+        self._operands = OperandRecording(self._patterns, self._metrics, sample)
         self._outputs = OutputRecording(self._patterns)
         self._moving: list[Moving] = []
         self._left = 0  # calls of _follow() until the open window ends; 0 without an open window
@@ -217,8 +217,8 @@ class Statistics:
             self._outputs.advance()
 
     def _run_probe(self) -> None:
-        """Run the probe in evaluation mode without gradients, and observe every site's output."""
-        dtype = self._operands.autocast
+        """Run the probe as the training calls the model, but in evaluation mode, and observe every site's output."""
+        dtype = self._runtime.autocast
         self._current().observe(self._outputs, training=False)
         autocast = torch.autocast(self._runtime.device.type, dtype, enabled=dtype is not None)
         try:

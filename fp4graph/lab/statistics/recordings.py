@@ -34,10 +34,9 @@ class OperandRecording:
     The sums are Python numbers, because a checkpointed region must run the same operators when it is recomputed.
     """
 
-    def __init__(self, patterns: Sequence[str], metrics: frozenset[str], sample: int | None, device: str) -> None:
-        self._patterns, self._metrics, self._sample, self._device = patterns, metrics, sample, device
+    def __init__(self, patterns: Sequence[str], metrics: frozenset[str], sample: int | None) -> None:
+        self._patterns, self._metrics, self._sample = patterns, metrics, sample
         self.sites: set[str] = set()  # every site that has run
-        self.autocast: torch.dtype | None = None  # the dtype of the latest forward's autocast
         self.clear()
 
     def clear(self) -> None:
@@ -50,11 +49,7 @@ class OperandRecording:
     def operands(self, site: str) -> OperandObserver | None:
         self.sites.add(site)
         self.seen = True
-        if not matches(self._patterns, site):
-            return None
-        enabled = torch.is_autocast_enabled(self._device)
-        self.autocast = torch.get_autocast_dtype(self._device) if enabled else None
-        return partial(self._add_gemm, site, {})
+        return partial(self._add_gemm, site, {}) if matches(self._patterns, site) else None
 
     def output(self, site: str, y: Tensor) -> None:
         """Ignore outputs, because a site's input differs between steps."""
