@@ -169,6 +169,14 @@ def test_the_printed_definition_by_hand(convention, rounding):
     assert (ideal.scale_bias[parts.dead_zone != 0] == 0).all()
 
 
+def test_blocks_with_an_infinity_are_nan_in_every_printed_term():
+    x = torch.ones(1, 64)
+    x[0, 3] = torch.inf
+    for term in vars(decompose(x, QuantSpec("e2m1", 32), definition="printed")).values():
+        assert term[0, :32].isnan().all()
+        assert term[0, 32:].isfinite().all()
+
+
 def test_the_printed_definition_is_refused_if_a_technique_quantizes_twice():
     x, spec = torch.randn(4, 64), QuantSpec("e2m1", 32)
     parts = decompose(x, with_technique("macro_block_scaling", spec), definition="printed")

@@ -101,7 +101,7 @@ def _printed(program: OperandProgram, x: Tensor, draw: Draw | None, state: Opera
     scale_bias = join((1 - unrounded / stored).expand(parts.ratio.shape)) * x.double()
     remainder = error - scale_bias
     alive = join(parts.elements) != 0
-    return error, scale_bias, remainder.masked_fill(alive, 0.0), remainder.masked_fill(~alive, 0.0)
+    return error, scale_bias, remainder * ~alive, remainder * alive  # NaN in both
 
 
 def _aligned(x: Tensor, quantized: Tensor, ideal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
