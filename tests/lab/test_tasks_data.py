@@ -342,6 +342,19 @@ def test_tokens_are_kept_for_each_split_of_a_text(tmp_path, monkeypatch):
     assert read == made
 
 
+def test_hidden_files_and_folders_hold_no_data(tmp_path):
+    """A clone of a repository has text in .git, and a Mac adds files such as ._0.png that are no images."""
+    for name in (".git/HEAD", ".notes", "a.txt", "b.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert language.text_files(tmp_path) == language.Parts(["b.txt"], ["a.txt"])
+    pictures(tmp_path / "faces", 50)
+    pictures(tmp_path / "faces" / ".thumbnails", 1)
+    (tmp_path / "faces" / "._0.png").write_bytes(b"no image")
+    split = sources.flat_folder(tmp_path / "faces")
+    assert (len(split.train), len(split.validation)) == (49, 1)
+
+
 @pytest.mark.parametrize("vocabulary", [256, 400])
 def test_text_becomes_tokens_and_back(tmp_path, vocabulary):
     folder = tmp_path / "text"

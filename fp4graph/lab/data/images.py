@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from fp4graph.errors import Error, needs
-from fp4graph.lab.data.folder import data_folder
+from fp4graph.lab.data.folder import data_folder, visible_files
 
 #: Means and standard deviations of the channels of ImageNet's training images.
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -111,7 +111,7 @@ def image_folder(root: Path) -> Split:
 
 def flat_folder(root: Path) -> Split:
     """Return images without labels, anywhere under ``root``; every 50th by path is for validation."""
-    files = sorted(path for path in root.rglob("*") if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp"))
+    files = [path for path in visible_files(root) if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp")]
     if len(files) < 50:
         raise Error(f"{root} has {len(files)} images: put at least 50 there, as .png, .jpg or .webp, in any subfolders")
     return _unlabelled(_Images(files))

@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 
 from fp4graph.errors import Error, needs
 from fp4graph.files import replacing
-from fp4graph.lab.data.folder import data_folder
+from fp4graph.lab.data.folder import data_folder, visible_files
 from fp4graph.lab.data.loading import Batch, InMemory
 from fp4graph.lab.tasks.task import PAPER, Problem, Recipe, Settings, Task
 
@@ -76,14 +76,15 @@ def standard_library() -> Parts:
 def text_files(path: Path) -> Parts:
     """Return the text of a file, or of a folder's files.
 
-    In a folder, files with ``valid`` in their name (``wiki.valid.raw``) are for validation, and files with ``test``
-    are ignored. Without such names every 20th file is for validation; of a single file, the last 5 % are.
+    In a folder, files with ``valid`` in their name (``wiki.valid.raw``) are for validation. Hidden files and folders,
+    and files with ``test`` in their name, are ignored. Without a file to validate on, every 20th file is for it; of a
+    single file, the last 5 % are.
     """
     if not path.exists():
         raise Error(f"--data {path} does not exist; give a file or folder of text")
     files, validation = [path], []
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if "test" not in file.name.lower() and _is_text(file))
+        files = [file for file in visible_files(path) if "test" not in file.name.lower() and _is_text(file)]
         validation = [file for file in files if "valid" in file.name.lower()]
     if not files:
         raise Error(f"--data {path} has no text files; give a file or folder of text")
@@ -105,8 +106,6 @@ def _read(files: Sequence[Path], validation: Sequence[Path]) -> Parts:
 
 
 def _is_text(file: Path) -> bool:
-    if not file.is_file() or file.name.startswith("."):
-        return False
     with file.open("rb") as opened:
         return b"\0" not in opened.read(4096)
 
