@@ -192,6 +192,8 @@ def test_cifar10_is_read_from_its_files(task, quantized, tmp_path):
         ("deit-tiny", None, "task 'deit-tiny' needs ImageNet-1K: give --data FOLDER with FOLDER/train/CLASS"),
         ("deit-tiny", "{tmp}", "has no folder train and no folder val: put the images in"),
         ("deit-tiny", "{tmp}/nowhere", "has no folder train"),
+        ("deit-tiny", "{tmp}/other", r"val has classes that .*train lacks: Cat; give both the same names"),
+        ("deit-tiny", "{tmp}/empty", "empty lacks images: Found 0 images"),
         ("deit-tiny", "hf:{tmp}/nowhere", "cannot be loaded"),
         ("text", "{tmp}/nowhere", "nowhere does not exist"),
         ("text", "{tmp}/short.txt", "too few for sequences of 64; give more text"),
@@ -201,6 +203,15 @@ def test_cifar10_is_read_from_its_files(task, quantized, tmp_path):
 def test_the_error_of_missing_data_says_where_to_put_them(task, data, says, tmp_path, monkeypatch):
     monkeypatch.setattr(OpenerDirector, "open", Mock(side_effect=URLError("no network")))
     (tmp_path / "short.txt").write_text("too short")
+    for name in (
+        "other/train/cat",
+        "other/train/dog",
+        "other/val/Cat",
+        "other/val/dog",
+        "empty/train/cat",
+        "empty/val/cat",
+    ):
+        (tmp_path / name).mkdir(parents=True)
     (tmp_path / "held_out").mkdir()
     (tmp_path / "held_out" / "wiki.valid.raw").write_text("text " * 100)
     (tmp_path / "cifar-10-batches-py").mkdir()

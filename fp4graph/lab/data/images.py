@@ -100,12 +100,18 @@ def image_folder(root: Path) -> Split:
     if missing := [part.name for part in parts if not part.is_dir()]:
         layout = f"put the images in {parts[0]}/CLASS/*.jpg and {parts[1]}/CLASS/*.jpg"
         raise Error(f"{root} has no folder {' and no folder '.join(missing)}: {layout}")
-    for part in parts:
-        if not any(path.is_dir() for path in part.iterdir()):
+    named = [{path.name for path in part.iterdir() if path.is_dir() and path.name[0] != "."} for part in parts]
+    for part, names in zip(parts, named, strict=True):
+        if not names:
             raise Error(f"{part} has no class folders: put the images in {part}/CLASS/*.jpg")
-    train = create_dataset("", root=str(parts[0]), split="train", search_split=False)
-    classes = train.reader.class_to_idx
-    validation = create_dataset("", root=str(parts[1]), split="val", search_split=False, class_map=classes)
+    if unknown := sorted(named[1] - named[0]):  # timm would leave their images out
+        raise Error(f"{parts[1]} has classes that {parts[0]} lacks: {', '.join(unknown[:3])}; give both the same names")
+    try:
+        train = create_dataset("", root=str(parts[0]), split="train", search_split=False)
+        classes = train.reader.class_to_idx
+        validation = create_dataset("", root=str(parts[1]), split="val", search_split=False, class_map=classes)
+    except RuntimeError as error:
+        raise Error(f"{root} lacks images: {error}") from error
     return Split(train, validation, len(classes), *IMAGENET)
 
 
