@@ -252,7 +252,7 @@ def test_rules_on_blocks_become_rules_on_the_modules_of_the_given_blocks_in_phas
     assert result.phases[0].policy.rules[0].match.module == ("a.0.*", "mid.*", "b.0.*")
     assert result.rules[2].specs == policy.rules[2].specs
     head = fp4graph.load_policy(one_rule(match={"block": False}, default="keep"))
-    with pytest.raises(fp4graph.PolicyError, match=r"rule 'all': .*not block: false"):
+    with pytest.raises(fp4graph.PolicyError, match=r"rule 'all': .*neither block: false"):
         placed(head, ["a.0"])
 
 

@@ -29,9 +29,11 @@ def generator(*key: int) -> torch.Generator:
 class Order:
     """The rows of each batch: passes over all samples in random order, cut into batches of ``batch_size``.
 
-    A short batch at the end of a pass is filled from the next pass, and a batch's key is its number. With
-    ``like_loader`` the rows are those of a shuffling ``DataLoader`` with ``drop_last`` that is seeded with
-    ``seed + epoch`` before each pass: a short batch is dropped, ``samples`` excludes it, and the key is the epoch.
+    A short batch at the end of a pass is filled from the next pass, and a batch's key is its number.
+
+    With ``like_loader`` the rows are those of a ``DataLoader(shuffle=True, drop_last=True)`` that is seeded with
+    ``seed + epoch`` before each pass. A short batch is dropped, and ``samples`` does not count its samples. The key of
+    a batch is its epoch.
     """
 
     def __init__(self, samples: int, batch_size: int, seed: int, like_loader: bool = False) -> None:

@@ -49,7 +49,10 @@ def kind_of(row: Measurement) -> str:
 
 
 def by_kind(recorded: Recorded, column: str) -> Curves:
-    """Return a curve in percent for each kind of site, but one for all kinds below the KINDS highest at the end."""
+    """Return a curve in percent for each kind of site.
+
+    Only the KINDS kinds that are highest at the last step have curves of their own; the others share one.
+    """
     curves = curves_by(kind_of, recorded, column, 100)
     ranked = sorted(curves, key=lambda kind: -statistics.fmean(list(curves[kind].values())[-1]))
     if len(others := ranked[KINDS:]) < 2:

@@ -39,7 +39,7 @@ def drawn_from(*columns: str) -> Callable[[Draw], Draw]:
 
 @styled()
 def losses(metrics: Sequence[Measurement]) -> Figure | None:
-    # Lines of validations repeat the training loss, as a mean since the last validation.
+    # The line of a validation has a mean of the training losses before it, which the other lines show already.
     between = [row for row in metrics if row.get("validation_loss") is None and row.get("train_loss") is not None]
     curves = {"training": _points(between or metrics, "train_loss"), "validation": _points(metrics, "validation_loss")}
     if not any(curves.values()):

@@ -18,7 +18,8 @@ NAMES = {
     "optimizer": ("adam", "adamw", "sgd", "stablespam"), "dtype": ("fp32", "bf16"),
     "schedule": ("constant", "cosine", "timm"), "backend": BACKENDS,
 }  # fmt: skip
-#: Rows of numeric fields, their requirement in words, the same as a half-open interval, and their type.
+#: The numeric fields. A row has names of fields, what they must be in words, the same as an interval [first, end), and
+#: their type.
 NUMBERS = (
     (("batch_size", "accumulate", "steps", "validate_every", "validation_batches"), "a whole number of at least 1",
      (1, sys.maxsize), int),

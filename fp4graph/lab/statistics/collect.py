@@ -41,8 +41,8 @@ class Statistics:
         window: the number of steps over which weights are followed. A window ends at each ``window_every``-th step (by
             default ten times ``every``, but at least ``window``).
         sample: the approximate number of elements measured of an operand, as whole lines; None for all.
-        probe: inputs of the model, a tensor, positional (a tuple) or by keyword (a dict), or a function that calls the
-            model, for the rate of change of Y over the last :attr:`PROBED` steps of each window.
+        probe: inputs on which the rate of change of Y is measured, over the last :attr:`PROBED` steps of each window: a
+            tensor, a tuple of positional inputs, a dict of named inputs, or a function that calls the model.
         step: the number of steps that a resumed training has done before; by default the optimizer's count.
         stream: a further destination of each record's numbers, or a list: a ``SummaryWriter`` of TensorBoard or a
             folder for one, a run of wandb, the module ``mlflow``, or a function of a step and a dict of values.
@@ -154,7 +154,7 @@ class Statistics:
         return changed, {name: self._measured(value) for name, value in kwargs.items()}
 
     def _measured(self, argument: Any) -> Any:
-        """Return an argument of a step, but for a closure a function that calls it and measures its gradients."""
+        """Return ``argument``; wrap a closure, so that the gradients that it computes are measured."""
         if not callable(argument):
             return argument
 
@@ -261,6 +261,9 @@ def _check_sites(patterns: Sequence[str], sites: Iterable[str]) -> None:
 
 
 def _steps_done(optimizer: torch.optim.Optimizer) -> int:
-    """Return the steps that an Adam-like optimizer has counted, or 0; StableSPAM resets its counts of parameters."""
+    """Return the number of steps that an optimizer such as Adam has counted; 0 for one that does not count.
+
+    StableSPAM sets the counts of its parameters back to 0, so the count of its schedule is read too.
+    """
     counts = [float(entry["step"]) for entry in optimizer.state.values() if "step" in entry]
     return int(max([*counts, *(group.get("schedule_step", 0) for group in optimizer.param_groups)], default=0))

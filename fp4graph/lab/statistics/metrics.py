@@ -87,8 +87,9 @@ def scale_sums(scales: Tensor, number: ScaleFormat) -> dict[str, Tensor]:
 def confidence(ratio: Tensor, element: ElementFormat) -> Tensor:
     """Return the quantization confidence of latent weights w/S: min_i abs(w/S − thr_i) / MaxDist, in [0, 1].
 
-    thr_i are the thresholds between values of the format. MaxDist is half the width of the interval of one quantized
-    value; for the largest value, to which all larger weights round, its distance to the last threshold. (TetraJet A.2.)
+    thr_i are the thresholds between values of the format. MaxDist is half the width of the interval that rounds to one
+    value. The interval of the largest value has no end; its MaxDist is the distance of that value to the last
+    threshold. (TetraJet A.2.)
     """
     edges, largest = (t.to(ratio.device) for t in _intervals(element))
     u = ratio.abs().clamp(max=element.max).contiguous()  # torch.bucketize warns of a transposed weight (Conv1D)
@@ -188,9 +189,9 @@ def oscillation_ratio(moved_q: Tensor, moved: Tensor) -> Tensor:
 def flipped(q: Tensor, previous: Tensor, element: ElementFormat) -> Tensor:
     """Return where the quantized value changed by more than an eighth of the larger of the two values.
 
-    Neighbouring values of the 4-bit formats differ by at least a seventh of the larger; for finer grids half of the
-    smallest step replaces the eighth. A newly rounded scale moves values by at most a ninth (E4M3). A scale that is a
-    power of two and doubles or halves moves the grid itself, which counts as a flip.
+    Two neighbours on a 4-bit grid differ by at least a seventh of the larger value, so a move to a neighbour is a flip.
+    A finer grid takes half of its smallest step instead of an eighth. An E4M3 scale that rounds otherwise moves a value
+    by at most a ninth, which is no flip. A scale that doubles or halves (E8M0) moves the whole grid, which is a flip.
     """
     return (q - previous).abs() > _least_change(element) * torch.maximum(q.abs(), previous.abs())
 

@@ -91,7 +91,8 @@ class Sample(NamedTuple):
 def sample(seen: ObservedOperand, selection: Selection) -> Sample:
     """Quantize the sampled lines of a quantized operand again, with the same random bits, and keep every part.
 
-    If blocks depend on each other, or their state does not follow the lines, the whole operand is quantized again.
+    The whole operand is quantized again if a block's result depends on other blocks, or on state that does
+    not have the operand's shape.
     """
     program, draw, state, segments = seen.program, seen.draw, seen.state, seen.segments
     spec = program.spec

@@ -77,8 +77,8 @@ def text_files(path: Path) -> Parts:
     """Return the text of a file, or of a folder's files.
 
     In a folder, files with ``valid`` in their name (``wiki.valid.raw``) are for validation. Hidden files and folders,
-    and files with ``test`` in their name, are ignored. Without a file to validate on, every 20th file is for it; of a
-    single file, the last 5 % are.
+    and files with ``test`` in their name, are ignored. If no name has ``valid``, every 20th file is for validation. If
+    there is one file only, its last 5 % are.
     """
     if not path.exists():
         raise Error(f"--data {path} does not exist; give a file or folder of text")

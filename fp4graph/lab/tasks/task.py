@@ -164,8 +164,8 @@ def _placed(rule: Rule, blocks: Sequence[str]) -> Rule:
         return rule
     if match.block is False or match.module is not None:
         raise rule.error(
-            "this task's model has blocks of several kinds, for which a rule can have block: true, first_blocks and "
-            "last_blocks, but not block: false or an additional module; name the modules instead"
+            "this task's model has blocks of several kinds: a rule can have block: true, first_blocks or last_blocks, "
+            "but neither block: false nor a module beside them; name the modules instead"
         )
     first, last = match.first_of(len(blocks)), match.last_of(len(blocks))
     names = tuple(f"{name}.*" for name in blocks[max(0, len(blocks) - last) : first])
