@@ -16,11 +16,13 @@ import numpy as np
 from torch import nn
 
 from fp4graph.errors import Error, needs
+from fp4graph.graph.site import Site
 from fp4graph.lab.linears import Call, Loss, bits_per_element, call_of, groups_of, in_fp4, weights_of
 from fp4graph.lab.policy_writer import Treatment, written
 from fp4graph.lab.sensitivity import Score
 from fp4graph.model.explain import explain
 from fp4graph.model.explanation import Explanation
+from fp4graph.numerics.spec import QuantSpec
 from fp4graph.policy import DEFAULT_INDEX, Policy, Rule, Specs, load_policy
 from fp4graph.technique.operands import GROUPS, Gemm, Operand
 
@@ -126,6 +128,12 @@ class Format:
     def name(self) -> str:
         return self.policy.name
 
+    def specs_at(self, site: Site) -> Mapping[Operand, QuantSpec | None]:
+        """Return the specs under the format of a site that another policy has; none if the format keeps it whole."""
+        place = site.module, site.op, site.occurrence
+        sites = self.explanation.sites
+        return next((each.operands for each in sites if (each.module, each.op, each.occurrence) == place), {})
+
     def fits(self, group: Iterable[str]) -> bool:
         """Return whether every module of a group can take the format."""
         return not self.rule.quantizes or self.modules.issuperset(group)
@@ -180,7 +188,8 @@ class Candidates:
 
     @property
     def explanation(self) -> Explanation:
-        return self.formats[0].explanation
+        """Of the format that quantizes most modules: a format that keeps a bilinear or the like leaves it whole."""
+        return max(self.formats, key=lambda each: len(each.modules)).explanation
 
     @property
     def _work(self) -> Floats:
@@ -297,10 +306,10 @@ class Candidates:
     def check(self, model: nn.Module, policy: Policy, choice: Choice) -> None:
         """Raise an Error if ``policy`` gives an operand of the model another spec than ``choice`` does."""
         formats = {m: self.chosen(option) for group, option in zip(self.groups, choice, strict=True) for m in group}
-        for number, site in enumerate(explain(model, policy, self.call.args, self.call.kwargs).sites):
+        for site in explain(model, policy, self.call.args, self.call.kwargs).sites:
             chosen = dict(zip(Gemm, formats.get(site.module or "", ()), strict=False))
             for operand in Operand:
-                wanted = chosen[operand.gemm].explanation.sites[number].operands[operand] if chosen else None
+                wanted = chosen[operand.gemm].specs_at(site).get(operand) if chosen else None
                 if site.operands[operand] != wanted:
                     raise Error(f"{policy.name} gives {operand} of {site.module} {site.operands[operand]} instead of "
                                 f"{wanted}; please report the model")  # fmt: skip

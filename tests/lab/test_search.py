@@ -339,3 +339,39 @@ def test_a_killed_search_goes_on(times, tmp_path):
     assert (folder / "policy.yaml").read_text() == again.text
     with pytest.raises(fp4graph.Error, match="holds scores of another model"):
         search(model_of(1), loss, batches(), formats=FORMATS, bits=6, folder=folder)
+
+
+class Own(nn.Module):
+    """Two blocks with an einsum that is decomposed where a rule quantizes it, and attention with its own weight."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.attn = nn.Parameter(torch.randn(32, 32) / 6), nn.MultiheadAttention(32, 2, batch_first=True)
+
+        def forward(self, x):
+            x = x + torch.einsum("...i,oi->...o", x, self.w)
+            return x + self.attn(x, x, x)[0]
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(Own.Block() for _ in range(2)))
+
+    def forward(self, x):
+        return self.blocks(x).mean(1)
+
+
+def test_formats_may_come_in_any_order():
+    """A format that keeps an einsum does not decompose it."""
+    texts = []
+    for formats in (("mxfp4", "bf16"), ("bf16", "mxfp4")):
+        model = Own().eval()
+        candidates = Candidates.of(model, loss, batches()[0], formats, apart=True)
+        (option,) = np.flatnonzero((candidates.options == formats.index("mxfp4")).all(1))
+        choice = np.full(len(candidates.groups), option)
+        texts.append(candidates.text(choice, np.zeros(candidates.allowed.shape), "all", "", ()))
+        policy = fp4graph.load_policy(yaml.safe_load(texts[-1]))
+        candidates.check(model, policy, choice)
+        assert sum(site.quantized for site in fp4graph.explain(model, policy, (batches()[0],)).sites) == 6
+    assert texts[0] == texts[1]
