@@ -194,7 +194,7 @@ class Candidates:
     @property
     def _work(self) -> Floats:
         """The FLOPs of one GEMM of each group."""
-        sites = self.explanation.sites
+        sites = [site for site in self.explanation.sites if site.op in _LINEAR]  # without attention's products
         return np.array([sum(float(s.flops or 0) for s in sites if s.module in group) for group in self.groups])
 
     def price(self, cost: Callable[[Policy], float]) -> None:

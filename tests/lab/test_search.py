@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import fp4graph
 from fp4graph.lab.candidates import Candidates, solve, total
-from fp4graph.lab.linears import bits_per_element, call_of, groups_of
+from fp4graph.lab.linears import bits_per_element, call_of, fp4_flops, groups_of
 from fp4graph.lab.policy_writer import Treatment, written
 from fp4graph.lab.search import search
 from fp4graph.lab.sensitivity import Score
@@ -373,5 +373,7 @@ def test_formats_may_come_in_any_order():
         texts.append(candidates.text(choice, np.zeros(candidates.allowed.shape), "all", "", ()))
         policy = fp4graph.load_policy(yaml.safe_load(texts[-1]))
         candidates.check(model, policy, choice)
-        assert sum(site.quantized for site in fp4graph.explain(model, policy, (batches()[0],)).sites) == 6
+        sites = fp4graph.explain(model, policy, (batches()[0],)).sites
+        assert sum(site.quantized for site in sites) == 6
+        assert -total(candidates.uses["fp4_flops"], choice) == pytest.approx(fp4_flops(sites))
     assert texts[0] == texts[1]
