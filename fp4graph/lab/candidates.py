@@ -38,6 +38,7 @@ EXACT = "bf16"
 #: The bounded quantities, by search's arguments. ``fp4_flops`` is bounded from below, so its uses are negative.
 BUDGETS = {"bits": "bits per weight", "fp4_flops": "share of FLOPs in FP4", "complexity": "Ω", "overhead": "overhead"}
 _LINEAR = ("linear", "grouped")
+_MEASURE = "measure by ('site', 'gemm')"
 
 
 def total(table: Floats, choice: Choice) -> float:
@@ -251,10 +252,12 @@ class Candidates:
 
     def summed(self, scores: Iterable[Score], value: Callable[[Score], float]) -> Floats:
         """Return the sum of ``value`` over each option's scores (of groups or single sites), ``[groups, options]``."""
-        scored = {
-            (score.policy, score.operands[0].partition(".")[0], site.removeprefix("(root)")): score
-            for score in scores for site in score.sites
-        }  # fmt: skip
+        scored: dict[tuple[str, str, str], Score] = {}
+        for score in scores:
+            for site in score.sites:
+                key = score.policy, score.operands[0].partition(".")[0], site.removeprefix("(root)")
+                if scored.setdefault(key, score) != score:
+                    raise Error(f"there are two scores of {key[1]} of {site} under {key[0]}; {_MEASURE}")
         values = np.zeros((len(self.groups), len(self.formats), 3))
         for (row, group), (column, each) in itertools.product(enumerate(self.groups), enumerate(self.formats)):
             for place, gemm in enumerate(Gemm):
@@ -262,9 +265,13 @@ class Candidates:
                     continue
                 of_group = [scored.get((each.name, str(gemm), module)) for module in group]
                 if None in of_group:
-                    raise Error(f"the scores lack {gemm} of {group[of_group.index(None)]} under {each.name}; measure "
-                                "by ('site', 'gemm')")  # fmt: skip
-                values[row, column, place] = sum(value(score) for score in dict.fromkeys(of_group) if score)
+                    raise Error(
+                        f"the scores lack {gemm} of {group[of_group.index(None)]} under {each.name}; {_MEASURE}"
+                    )
+                of_gemm = [score for score in dict.fromkeys(of_group) if score]
+                if wide := next((s for s in of_gemm if not {*group, "(root)"}.issuperset(s.sites)), None):
+                    raise Error(f"the score of {wide.unit!r} is that of {len(wide.sites)} modules; {_MEASURE}")
+                values[row, column, place] = sum(map(value, of_gemm))
         summed: Floats = values[:, self.options, range(3)].sum(-1)
         return summed
 

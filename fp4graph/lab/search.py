@@ -132,7 +132,8 @@ def search(
         complexity: the largest Ω.
         overhead: the largest ``cost``, which is interpolated by FLOPs for mixed policies, but measured for the result.
         by: ("site", "gemm"), or ("site",) for one format for the three GEMMs of a site.
-        scores: scores by ("site", "gemm") that replace the measurement.
+        scores: scores by ("site", "gemm") that replace the measurement. Where a score was only estimated, its estimate
+            counts.
         caution: the number of standard errors added to each increase, against scores that are small by chance.
         simplify: prefer few rules, within one standard error of the least objective (Breiman et al. 1984).
         cost: returns the cost of a policy relative to no quantization; by default the time of a training step on this
@@ -149,6 +150,8 @@ def search(
         raise Error(f"a search needs a finite budget; give one or more of {', '.join(BUDGETS)}")
     if tuple(by) not in (("site", "gemm"), ("site",)):
         raise Error(f"by must be ('site', 'gemm') or ('site',); got {by!r}")
+    if options.get("keep"):
+        raise Error("keep=True measures all formats but one, and their increases do not add up; leave keep out")
     if not (batches := list(batches)):
         raise Error("there are no batches to measure the loss on; give at least one")
     candidates = Candidates.of(model, loss, batches[0], formats, apart="gemm" in by)
@@ -158,8 +161,8 @@ def search(
     most = {key: -bound if key == "fp4_flops" else bound for key, bound in bounds.items()}
     candidates.require(most)
     scores = _scores(model, loss, batches, candidates, folder, options) if scores is None else tuple(scores)
-    costs = candidates.summed(scores, lambda s: max(s.increase, 0.0) + caution * float(np.nan_to_num(s.error)))
-    increases = candidates.summed(scores, lambda score: score.increase)
+    costs = candidates.summed(scores, lambda s: max(s.value, 0.0) + caution * float(np.nan_to_num(s.error)))
+    increases = candidates.summed(scores, lambda score: score.value)
     squared = candidates.summed(scores, lambda score: float(np.nan_to_num(score.error)) ** 2)
     description = "; ".join(bound_text(key, bound) for key, bound in bounds.items())
     for _ in range(_ROUNDS):
@@ -187,7 +190,7 @@ def search(
     measured = 0.0
     if policy.quantizes:
         together = sensitivity(model, loss, batches, [policy], by="gemm", **options).scores
-        measured = sum(score.increase for score in together)
+        measured = sum(score.value for score in together)
     numbers = [f"budget     {budget}" for budget in budgets]
     numbers.append(f"predicted  {sum(predicted):+.3g} as the sum of all; measured together {measured:+.3g}")
     if uniform := _uniform(candidates, increases):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -30,6 +31,8 @@ from tests.helpers.commands import run
 from tests.helpers.processes import PATIENCE, python
 
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "bf16")
+LEAVES = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.out", "mlp.0", "mlp.2")
+NAMES = [f"blocks.{block}.{leaf}" for block in range(2) for leaf in LEAVES]
 
 
 class Attention(nn.Module):
@@ -233,12 +236,40 @@ def test_bits_per_element_count_the_scales():
         ({"bits": 5, "formats": ("nvfp4-te", "bf16")}, "format 'nvfp4-te' fits no site"),
         ({"bits": 5, "batches": [batches()[0] * float("nan")]}, "loss of batch 0 is nan"),
         ({"bits": 5, "batches": []}, "no batches"),
+        ({"keep": True, "bits": 6}, "leave keep out"),
+        (
+            {
+                "scores": [
+                    Score("a", ("blocks.0.attn.out",), (operand,), "nvfp4", 0.0, 0.0)
+                    for operand in ("fprop.input", "fprop.weight")
+                ],
+                "bits": 6,
+            },
+            "two scores of fprop of blocks.0.attn.out",
+        ),
+        (
+            {
+                "scores": [Score("fprop", tuple(NAMES), ("fprop.input",), name, 0.0, 0.0) for name in FORMATS[:3]],
+                "bits": 6,
+            },
+            r"the score of 'fprop' is that of 12 modules; measure by \('site', 'gemm'\)",
+        ),
         ({"overhead": 1.2, "formats": FORMATS[:2], "cost": lambda p: 1.5}, "overhead at most 1.2; the nearest is 1.5"),
     ],
 )
 def test_bad_input_is_named(options, message):
     with pytest.raises(fp4graph.Error, match=message):
         search(model_of(), loss, **{"formats": FORMATS, "batches": batches(1), **options})
+
+
+def test_estimates_replace_measurements():
+    model, options = model_of(), {"formats": ("mxfp4", "bf16"), "bits": 6, "exact": False}
+    found = search(model, loss, batches(1), **options)
+    assert found.predicted == pytest.approx(sum(each.increase for each in found.choices))
+    estimated = {score.unit: score.estimate for score in found.scores}
+    assert math.isfinite(found.measured)
+    out = next(each for each in found.choices if each.modules == ("blocks.0.mlp.0",))
+    assert out.increase == (estimated["blocks.0.mlp.0, fprop"] if out.formats[0] == "mxfp4" else 0.0)
 
 
 def squared(model, batch):
