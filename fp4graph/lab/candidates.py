@@ -162,6 +162,8 @@ class Candidates:
         names = [policy.name for policy in policies]
         if len(set(names)) < len(names) or len(names) < 2:
             raise Error(f"a search chooses between two or more formats of different names; got {', '.join(names)}")
+        if phased := next((policy.name for policy in policies if policy.phases), None):
+            raise Error(f"{phased!r} is not a uniform format: it has phases; give the policy of one phase")
         call = call_of(model, loss, batch)
         chosen = tuple(Format.of(explain(model, policy, call.args, call.kwargs)) for policy in policies)
         quantizable = frozenset[str]().union(*(each.modules for each in chosen))

@@ -237,6 +237,7 @@ def test_bits_per_element_count_the_scales():
         ({"bits": 5, "batches": [batches()[0] * float("nan")]}, "loss of batch 0 is nan"),
         ({"bits": 5, "batches": []}, "no batches"),
         ({"keep": True, "bits": 6}, "leave keep out"),
+        ({"formats": ("fp4-all-the-way-qaf", "bf16"), "bits": 6}, "is not a uniform format: it has phases"),
         (
             {
                 "scores": [
