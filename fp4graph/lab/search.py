@@ -233,9 +233,11 @@ def _scores(
         return measured().scores
     name = re.sub(" at 0x[0-9a-f]+", "", name_of(loss))  # addresses of objects differ between processes
     fingerprints, function = [policy.fingerprint for policy in policies], (name, source_of(loss))
-    digest = hashlib.sha256(repr((sorted(options.items()), fingerprints, function)).encode())
+    modes = [each.training for each in model.modules()], [each.requires_grad for each in model.parameters()]
+    digest = hashlib.sha256(repr((sorted(options.items()), fingerprints, function, modes)).encode())
     for leaf in nested((model.state_dict(), batches), object):
         tensor = leaf.detach().cpu().contiguous() if isinstance(leaf, torch.Tensor) else None
+        leaf = leaf.tolist() if isinstance(leaf, np.ndarray) else leaf  # repr leaves out the middle of long arrays
         digest.update(repr(leaf).encode() if tensor is None else tensor.flatten().view(torch.uint8).numpy().tobytes())
     file, header = Path(folder) / SCORES, {"format": FILE_FORMAT, "version": 2, "of": digest.hexdigest()}
     with locked(file.with_name(LOCK), lambda: "another search"):

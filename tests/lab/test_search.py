@@ -409,3 +409,23 @@ def test_formats_may_come_in_any_order():
         assert sum(site.quantized for site in sites) == 6
         assert -total(candidates.uses["fp4_flops"], choice) == pytest.approx(fp4_flops(sites))
     assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+def test_scores_of_another_mode_or_of_other_arrays_are_not_used_again(tmp_path):
+    def converted(model, batch):
+        return loss(model, torch.from_numpy(batch))
+
+    def scored(model, change=0.0):
+        data = torch.stack(batches(4)).flatten(0, 1).numpy()  # more numbers than repr shows
+        data[8] += change
+        options = {"formats": ("mxfp4", "bf16"), "bits": 6, "exact": False, "folder": tmp_path}
+        return search(model, converted, [data], **options).scores
+
+    first = scored(model_of())
+    assert repr(scored(model_of())) == repr(first)  # NaN does not equal itself
+    frozen = model_of()
+    frozen.head.requires_grad_(False)
+    for model, change in ((model_of().train(), 0.0), (frozen, 0.0), (model_of(), 1.0)):
+        with pytest.raises(fp4graph.Error, match="scores of another model, loss, batches or formats"):
+            scored(model, change)
