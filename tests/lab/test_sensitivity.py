@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import math
 import random
+from collections import UserDict
 
 import numpy as np
 import pytest
@@ -253,3 +254,15 @@ def test_bad_input_is_named(changed, message):
     arguments = {"loss": loss, "batches": batches, "policies": POLICY, "by": "site"} | changed
     with pytest.raises(fp4graph.Error, match=message):
         fp4graph.sensitivity(model, **arguments)
+
+
+def test_a_batch_may_be_any_mapping():
+    """The batches of Hugging Face's tokenizers are no dictionaries."""
+    model, batches = mlp()
+    results = [
+        fp4graph.sensitivity(
+            model, lambda model, batch: loss(model, (batch["x"], batch["y"])), batches, POLICY, exact=False
+        )
+        for batches in ([kind({"x": x, "y": y}) for x, y in batches] for kind in (dict, UserDict))
+    ]
+    assert results[0].scores[0].estimate == results[1].scores[0].estimate
