@@ -73,6 +73,7 @@ class ForwardEstimate(_Estimate):
         if torch.is_grad_enabled():
             y = y if y.requires_grad else y.requires_grad_()
             y.register_hook(partial(self._add, site, error))  # type: ignore[no-untyped-call]
+            return y.clone()  # the model may change its output in place, and a leaf must not be changed
         return y
 
     def _add(self, site: str, error: Tensor, gradient: Tensor) -> None:
@@ -111,14 +112,15 @@ class BackwardEstimate(_Estimate):
             return y
         with observed(partial(self._noise.add, site)):
             outputs = exact(), quantized()
+        # The model may change a factor in place later: take its place in autograd's graph and its values now.
+        factors = [(place, x) for place, x in enumerate((a, b)) if y.requires_grad and x.requires_grad]
+        edges = [torch.autograd.graph.get_gradient_edge(x) for _, x in factors]
+        kept = [(place, x.detach().clone()) for place, x in factors]
 
         def add(gradient: Tensor) -> None:
-            places = [place for place, x in enumerate((a, b)) if x.requires_grad]
-            factors = [(a, b)[place] for place in places]
-            plain, noisy = (torch.autograd.grad(output, factors, gradient) for output in outputs)
+            plain, noisy = (torch.autograd.grad(output, edges, gradient) for output in outputs)
             self._errors[call] = [
-                (place, q.double() - g.double(), x.detach().clone())
-                for place, x, g, q in zip(places, factors, plain, noisy, strict=True)
+                (place, q.double() - g.double(), x) for (place, x), g, q in zip(kept, plain, noisy, strict=True)
             ]
 
         if y.requires_grad:

@@ -266,3 +266,30 @@ def test_a_batch_may_be_any_mapping():
         for batches in ([kind({"x": x, "y": y}) for x, y in batches] for kind in (dict, UserDict))
     ]
     assert results[0].scores[0].estimate == results[1].scores[0].estimate
+
+
+class Frozen(nn.Module):
+    """A frozen layer whose output is changed in place, and a frozen layer whose input is."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.in_place = nn.ModuleList(nn.Linear(32, 32) for _ in range(3)), in_place
+        self.layers[0].requires_grad_(False)
+        self.layers[2].requires_grad_(False)
+
+    def forward(self, x):
+        first, second, third = self.layers
+        x = second(F.relu(first(x), inplace=self.in_place))
+        y = third(x)
+        x = x.add_(y) if self.in_place else x + y
+        return x[:, :16]
+
+
+def test_layers_may_be_frozen_beside_operations_in_place():
+    batches = mlp()[1]
+    apart, in_place = (
+        fp4graph.sensitivity(Frozen(each), loss, batches, POLICY, by=("site", "gemm")).scores for each in (False, True)
+    )
+    assert in_place == apart
+    assert any(score.estimate for score in apart if score.unit == "layers.2, dgrad")
