@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from rich.table import Table
 
-from fp4graph.errors import Error, needs
+from fp4graph.errors import Error, needs, suggest
 from fp4graph.files import read_json, write
 from fp4graph.lab.pictures.style import LABELS, plain, styled, subplots
 from fp4graph.model.html import html
@@ -116,7 +116,10 @@ class Sensitivity:
     @styled()
     def figure(self, policy: str | None = None) -> Figure:
         """Draw heat maps of the increase under a policy, by default the first: sites by operands, a map per measure."""
-        policy = policy or self.scores[0].policy
+        policies = dict.fromkeys(score.policy for score in self.scores)
+        policy = policy or next(iter(policies), "")
+        if policy not in policies:
+            raise Error(f"there are no scores of policy {policy!r}; {suggest(policy, policies)}")
         groups = {measure: scores for measure in ("forward", "step") if (scores := self.ranking(policy, measure))}
         sites = list(dict.fromkeys(site for s in self.scores if s.policy == policy for site in s.sites))
         picture, panels = subplots(1.4 + 0.24 * len(sites), 1, len(groups), sharey=True, squeeze=False)

@@ -105,7 +105,7 @@ def sensitivity(
     if not kinds or not loaded:
         raise Error("nothing to measure: by and policies need at least one entry each")
     terms = terms or next((len(x) for x in nested(batches[0], Tensor) if x.dim()), 1)
-    site_of = {module: f"{g[0]} and {len(g) - 1} more" for g in together if len(g) > 1 for module in g}
+    site_of = _grouped(model, together)
     scores = {(score.policy, score.unit): score for score in known}
     wanted: list[tuple[str, str]] = []
     # Forwards run without Dynamo, and leave the caller's random numbers unchanged.
@@ -128,6 +128,15 @@ def sensitivity(
                                     -estimate if keep else estimate, _measure(parts))  # fmt: skip
                 report(scores[key])
     return Sensitivity(tuple(scores[key] for key in wanted), statistics.fmean(twin.exact), len(batches), repeats, keep)
+
+
+def _grouped(model: nn.Module, together: Iterable[Sequence[str]]) -> dict[str, str]:
+    """Return the name of the group of each grouped module; raise an Error for a module that the model lacks."""
+    groups, known = [*together], dict(model.named_modules(remove_duplicate=False))
+    if unknown := [module for group in groups for module in group if module not in known]:
+        raise Error(f"together has {unknown[0]!r}, which is no module of the model; give lists of modules' names; "
+                    f"{suggest(unknown[0], known)}")  # fmt: skip
+    return {module: f"{g[0]} and {len(g) - 1} more" for g in groups if len(g) > 1 for module in g}
 
 
 def _by_site(parts: _Parts) -> dict[str, frozenset[Operand]]:

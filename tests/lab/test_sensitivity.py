@@ -232,6 +232,8 @@ def test_ranking_correlation_and_files(tmp_path):
     assert "0.20" in result._repr_html_()
     image = result.figure("p").axes[0].images[0].get_array()
     assert np.ma.masked_invalid(image).ravel().filled(-1).tolist() == [3.0, -1, 1.0, 2.0]
+    with pytest.raises(fp4graph.Error, match="no scores of policy 'r'"):
+        result.figure("r")
 
 
 @pytest.mark.parametrize(
@@ -240,6 +242,8 @@ def test_ranking_correlation_and_files(tmp_path):
         ({"by": "sit"}, "by has 'sit', .*; did you mean 'site'"),
         ({"by": ()}, "nothing to measure"),
         ({"batches": []}, "no batches"),
+        ({"together": [("0", "3x")]}, "together has '3x', which is no module of the model"),
+        ({"together": ("0.x", "2")}, "together has '.', which is no module"),
         ({"repeats": 0}, "repeats must be a whole number of at least 1; got 0"),
         ({"policies": "bf16"}, "policy 'bf16' quantizes nothing"),
         ({"policies": [POLICY, {**FIRST, "rules": [FIRST["rules"][0] | {"match": {"module": "nowhere"}}]}]}, "nowhere"),
