@@ -7,7 +7,6 @@ import functools
 import hashlib
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -231,8 +230,7 @@ def _scores(
     )
     if folder is None:
         return measured().scores
-    name = re.sub(" at 0x[0-9a-f]+", "", name_of(loss))  # addresses of objects differ between processes
-    fingerprints, function = [policy.fingerprint for policy in policies], (name, source_of(loss))
+    fingerprints, function = [policy.fingerprint for policy in policies], (name_of(loss), source_of(loss))
     modes = [each.training for each in model.modules()], [each.requires_grad for each in model.parameters()]
     digest = hashlib.sha256(repr((sorted(options.items()), fingerprints, function, modes)).encode())
     for leaf in nested((model.state_dict(), batches), object):

@@ -654,3 +654,26 @@ def test_the_command_fails_with_the_users_function_and_goes_on_once_the_function
 def test_a_training_that_sets_one_seed_for_all_is_noted(compare, train, noted):
     notes = compare(train, "mxfp4", seeds=2, statistics=0).notes
     assert ["bf16 has the same loss under every seed" in note for note in notes] == [True] * noted
+
+
+class Training:
+    def __call__(self, policy, seed, log):
+        return loop(policy, seed, log)
+
+
+def given(policy, seed, log, path, make):
+    return loop(policy, seed, log)
+
+
+@pytest.mark.parametrize(
+    ("make", "title"),
+    [(Training, "Training"), (lambda: functools.partial(given, path="/data/x", make=Training()), "given")],
+)
+def test_a_training_with_settings_has_one_name_in_all_processes(tmp_path, monkeypatch, make, title):
+    """In another process its objects have other addresses."""
+    monkeypatch.chdir(tmp_path)
+    first, again = make(), make()
+    assert name_of(first) == name_of(again)
+    result = fp4graph.compare(first, "tetrajet", seeds=1, timing=False, statistics=0)
+    assert (result.name, result.folder) == (title, tmp_path / "runs" / f"compare-{title}")
+    assert fp4graph.compare(again, "tetrajet", seeds=1, timing=False, statistics=0).runs == result.runs

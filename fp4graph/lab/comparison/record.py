@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import os
 import platform
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from fp4graph.policy import Policy
 
 RUNS, LOCK = "runs.jsonl", "comparison.lock"
 LOG = "log.jsonl"  # the losses, in a run's folder
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")
 FORMAT, VERSION = "fp4graph.comparison", 1
 Line = Mapping[str, Any]
 #: Keys that tell lines of a run and of a timing from those of other programs.
@@ -39,11 +41,22 @@ _RUN = {*_TIMING, "seed", "state", "fingerprint"}
 
 
 def name_of(train: Callable[..., Any]) -> str:
-    """Return ``module:name`` of a user's function, or ``str(train)`` of another callable."""
+    """Return ``module:name`` of a user's function, or ``str(train)`` of another callable.
+
+    The addresses of objects are left out, because they differ between processes.
+    """
     if isinstance(train, functools.partial):
-        return f"{name_of(train.func)} with {train.args}, {train.keywords}"
+        return _ADDRESS.sub("", f"{name_of(train.func)} with {train.args}, {train.keywords}")
     name = getattr(train, "__qualname__", None)
-    return str(train) if name is None else f"{train.__module__}:{name}"
+    return _ADDRESS.sub("", str(train)) if name is None else f"{train.__module__}:{name}"
+
+
+def title_of(train: Callable[..., Any]) -> str:
+    """Return the name of a training for folders and pages: that of the function, or of the class of an object."""
+    train = getattr(train, "func", train)
+    if str(train) == object.__repr__(train):
+        return type(train).__name__
+    return name_of(train).rpartition(":")[2]
 
 
 def source_of(train: Callable[..., Any]) -> str | None:
