@@ -282,13 +282,18 @@ def test_an_invalid_call_begins_nothing(tmp_path, train, options, says):
     assert not list(tmp_path.iterdir())
 
 
+def unreadable(file):
+    raise RuntimeError(f"cannot read {file}")
+
+
 @pytest.mark.parametrize(
     ("end", "says"),
     [
         (lambda: nn.Linear(2, 2)(torch.ones(3)), r"\(.*test_compare\.py:\d+\)$"),
         (lambda: "text", "a loss must be a number or a tensor with one element; got str"),
+        (lambda: unreadable(os.fsdecode(b"no-\xff")), r"Error: cannot read no-\\udcff \("),
     ],
-    ids=["names the line", "text"],
+    ids=["names the line", "text", "a name that is not UTF-8"],
 )
 def test_a_failed_run_says_why(compare, end, says):
     failed = compare(lambda policy, seed, log: step(*applied(policy, seed)) and end(), "tetrajet", seeds=1)

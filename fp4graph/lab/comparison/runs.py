@@ -81,6 +81,7 @@ def train_once(
             frames = traceback.extract_tb(raised.__traceback__)
             place = [frame for frame in frames if not _of_a_library(frame.filename)] or frames
             error = f"{type(raised).__name__}: {raised} ({place[-1].filename}:{place[-1].lineno})"
+            error = error.encode(errors="backslashreplace").decode()  # names of files may hold what UTF-8 lacks
             with suppress(Error, UnicodeError):  # writing the record reports a full disk
                 write(folder / TRACEBACK, "".join(traceback.format_exception(raised)))
         finally:
