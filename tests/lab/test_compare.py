@@ -10,6 +10,7 @@ import math
 import os
 import random
 import re
+import resource
 import signal
 import statistics
 import subprocess
@@ -32,7 +33,7 @@ from fp4graph.lab import read
 from fp4graph.lab.compare import Comparison
 from fp4graph.lab.comparison import files, timing
 from fp4graph.lab.comparison import runs as runs_of
-from fp4graph.lab.comparison.record import recording
+from fp4graph.lab.comparison.record import name_of, recording
 from fp4graph.lab.comparison.result import paired
 from fp4graph.lab.comparison.training import RESERVED, Log
 from fp4graph.lab.runs.run import Run
@@ -449,11 +450,32 @@ def test_several_processes_give_the_losses_of_one(compare, tmp_path):
 def test_a_resumed_training_continues_its_log(tmp_path):
     killed = Log(tmp_path, lambda step, loss: None)
     for number in range(1, 6):
-        killed(number, torch.tensor(float(number)))
+        killed(number, torch.tensor(float(number)), **({"square": number**2} if number % 2 == 0 else {}))
     resumed = Log(tmp_path, lambda step, loss: None)
+    assert resumed.metrics == {"square": 16.0}  # of a training that was killed after its last step
     resumed(4, 40.0)
     assert resumed.points == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
-    assert Log(tmp_path, lambda step, loss: None).points == resumed.points
+    assert resumed.metrics == {"square": 4.0}
+    again = Log(tmp_path, lambda step, loss: None)
+    assert (again.points, again.metrics) == (resumed.points, resumed.metrics)
+    again(1, 1.0)
+    assert again.metrics == {}
+
+
+def test_a_full_disk_leaves_the_log_of_a_resumed_training_whole(tmp_path, monkeypatch):
+    log = Log(tmp_path, lambda step, loss: None)
+    for number in range(200):
+        log(number, 1.0)
+    before, limits = (tmp_path / "log.jsonl").read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
+        with pytest.raises(Error, match="cannot write"):
+            Log(tmp_path, lambda step, loss: None)(200, 1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert (tmp_path / "log.jsonl").read_bytes() == before
 
 
 class Sleeper:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from fp4graph.errors import Error
+from fp4graph.files import write
 from fp4graph.integrations import runs
 from fp4graph.lab import jsonlines
 from fp4graph.lab.comparison.record import LOG
@@ -57,20 +58,25 @@ class Log:
         """Call ``look(step, loss)`` at each step, with None for an unknown loss; ``look`` may raise :class:`Stop`."""
         self.folder, self._look, self._file = folder, look, folder / LOG
         folder.mkdir(parents=True, exist_ok=True)
-        lines = [line for _, line in jsonlines.read(self._file, "step", "loss")]
-        self.points = [(line["step"], math.nan if line["loss"] is None else line["loss"]) for line in lines]
-        self.metrics: dict[str, float] = {}
+        self._lines = [line for _, line in jsonlines.read(self._file, "step", "loss")]
         self.begun = False
+        self._restore()
+
+    def _restore(self) -> None:
+        """Take the points and the metrics from the lines of earlier attempts."""
+        self.points: list[tuple[int, float]] = [(line["step"], _read(line["loss"])) for line in self._lines]
+        last = self._lines[-1] if self._lines else {}
+        self.metrics = {name: _read(value) for name, value in last.items() if name not in ("step", "loss")}
 
     def __call__(self, step: int, loss: Any, /, **metrics: Any) -> None:
         """Log the loss of a step, a number or a tensor with one element."""
-        step, value = int(step), number(loss)
-        self.metrics |= _numbers(metrics)
+        step, value, metrics = int(step), number(loss), _numbers(metrics)
         if not self.begun:
+            self._lines = [line for line in self._lines if line["step"] < step]
+            write(self._file, b"".join(map(jsonlines.line, self._lines)))
+            self._restore()
             self.begun = True
-            self.points = [point for point in self.points if point[0] < step]
-            lines = [jsonlines.line(finite({"step": step, "loss": loss})) for step, loss in self.points]
-            self._file.write_bytes(b"".join(lines))
+        self.metrics |= metrics
         self.points.append((step, value))
         jsonlines.append(self._file, [finite({"step": step, "loss": value, **self.metrics})])
         self._look(step, value)
@@ -78,6 +84,11 @@ class Log:
     def tick(self, step: int) -> None:
         """Note the end of a step whose loss is unknown."""
         self._look(step, None)
+
+
+def _read(value: float | None) -> float:
+    """Return a number of a line, where None stands for a number that is not finite."""
+    return math.nan if value is None else value
 
 
 def number(value: Any) -> float:
