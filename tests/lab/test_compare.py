@@ -704,3 +704,10 @@ def test_a_training_with_settings_has_one_name_in_all_processes(tmp_path, monkey
     result = fp4graph.compare(first, "tetrajet", seeds=1, timing=False, statistics=0)
     assert (result.name, result.folder) == (title, tmp_path / "runs" / f"compare-{title}")
     assert fp4graph.compare(again, "tetrajet", seeds=1, timing=False, statistics=0).runs == result.runs
+
+
+def test_times_are_those_of_the_default_device():
+    devices = []
+    with torch.device("meta"):
+        timed(lambda policy, seed, log: devices.append(torch.ones(1).device.type) or log(1, 0.0))
+    assert devices == ["meta"] * 2

@@ -67,6 +67,7 @@ class _Training(threading.Thread):
         self._ends, self._count = False, 0
         self._intervals: list[float] = []
         self._last: tuple[int, float] | None = None
+        self._device = torch.get_default_device()
         self.start()
 
     def turn(self, count: int) -> float | None:
@@ -86,6 +87,8 @@ class _Training(threading.Thread):
         self._count, error = self._asked.get(), None
         try:
             if not self._ends:
+                if torch.get_default_device() != self._device:  # each thread has its own
+                    torch.set_default_device(self._device)
                 with tempfile.TemporaryDirectory() as folder:
                     torch.manual_seed(self._seed)
                     call(self._train, self._policy, self._seed, Log(Path(folder), self._look))
