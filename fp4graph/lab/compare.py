@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
@@ -44,7 +44,7 @@ PAGE_EVERY = 30.0
 
 def compare(
     train: Train,
-    policies: str | Sequence[Any],
+    policies: Any,
     *,
     seeds: int | Sequence[int] = 3,
     folder: str | PathLike[str] | None = None,
@@ -72,8 +72,8 @@ def compare(
             returns the final loss, a mapping with ``loss`` and metrics, or None for the last logged loss. It may be a
             generator of (step, loss), or return a Hugging Face ``Trainer`` or a Lightning ``(trainer, module[,
             datamodule])``, which ``compare`` then runs. ``log.folder`` is a folder for checkpoints of this run.
-        policies: paths, shipped policies' names, dicts or policies; the baseline is added. A string may hold several
-            names, separated by commas.
+        policies: a path, a shipped policy's name, a dict or a policy, or a list of these; the baseline is added. A
+            string may hold several names, separated by commas.
         seeds: the number of seeds (0, 1, ...), or a list of seeds.
         folder: holds the result, see :class:`Comparison`; ``runs/compare-NAME`` by default.
         baseline: the policy that the others are compared with.
@@ -190,8 +190,9 @@ class _Job:
                     yield done.result()
             except BrokenProcessPool:
                 raise Error(
-                    "a process ended during its training, possibly because memory ran out; the finished runs are "
-                    "kept. Call compare again with fewer processes to continue"
+                    "a process ended: memory ran out (call compare again with fewer processes), or it could not import "
+                    "train() (define it in a module, not in a notebook), or it called compare itself (call compare "
+                    "under if __name__ == '__main__':). The finished runs are kept"
                 ) from None
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -262,8 +263,10 @@ class _Job:
         )  # fmt: skip
 
 
-def _policies(policies: str | Sequence[Any], baseline: Any) -> list[Policy]:
+def _policies(policies: Any, baseline: Any) -> list[Policy]:
     """Return the policies with the baseline first."""
+    if isinstance(policies, Policy | Mapping | PathLike):
+        policies = [policies]
     named = [name.strip() for name in policies.split(",")] if isinstance(policies, str) else policies
     loaded, faults = [], []
     for policy in (baseline, *filter(None, named)):

@@ -31,6 +31,7 @@ from fp4graph.errors import Error
 from fp4graph.integrations import runs as trainers
 from fp4graph.lab import read
 from fp4graph.lab.compare import Comparison
+from fp4graph.lab.compare import _policies as policies_of
 from fp4graph.lab.comparison import files, timing
 from fp4graph.lab.comparison import runs as runs_of
 from fp4graph.lab.comparison.record import name_of, recording
@@ -711,3 +712,24 @@ def test_times_are_those_of_the_default_device():
     with torch.device("meta"):
         timed(lambda policy, seed, log: devices.append(torch.ones(1).device.type) or log(1, 0.0))
     assert devices == ["meta"] * 2
+
+
+@pytest.mark.parametrize("policy", [Path("policies/mxfp4.yaml"), fp4graph.load_policy("mxfp4"), {"extends": "mxfp4"}])
+def test_one_policy_needs_no_list(policy):
+    given = {"version": 1, "name": "mxfp4", **policy} if isinstance(policy, dict) else policy
+    assert [each.name for each in policies_of(given, "bf16")] == ["bf16", "mxfp4"]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_script_without_a_guard_is_named(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import fp4graph, sys\nfrom tests.lab.trainings import loop\n"
+        "fp4graph.compare(loop, 'mxfp4', seeds=2, folder=sys.argv[1], processes=2, timing=False)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        python(script, tmp_path / "out"), env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert "call compare under if __name__ == '__main__':" in done.stderr
