@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
@@ -99,8 +99,10 @@ class Diagnosis:
         table = Table(title=f"{self.run}: what left its normal range", title_justify="left")
         for name in ("step", "site", "operand", "quantity", "value", "normal", "range", "technique"):
             table.add_column(name, justify="right" if name in ("step", "value") else "left", overflow="fold")
-        grouped = itertools.groupby(self.findings, lambda each: (each.step, each.operand, each.quantity))
-        for _, (first, *others) in itertools.islice(grouped, 12):
+        grouped: defaultdict[tuple[int, str, str], list[Finding]] = defaultdict(list)
+        for each in self.findings:
+            grouped[each.step, each.operand, each.quantity].append(each)
+        for first, *others in itertools.islice(grouped.values(), 12):
             site = (first.site or "the model") + (f" and {len(others)} more" if others else "")
             table.add_row(str(first.step), site, first.operand, QUANTITIES[first.quantity].words, *first.words(),
                           first.range, first.remedy.techniques)  # fmt: skip

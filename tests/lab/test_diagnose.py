@@ -10,8 +10,8 @@ from torch import nn
 
 import fp4graph
 from fp4graph.lab import Statistics, diagnose
-from fp4graph.lab.checks import OF_ERROR, QUANTITIES, SCALES
-from fp4graph.lab.diagnose import loss_findings
+from fp4graph.lab.checks import DIVERGENCE, OF_ERROR, QUANTITIES, SCALES
+from fp4graph.lab.diagnose import Diagnosis, Finding, loss_findings
 from fp4graph.lab.statistics.storage import FILE, Log
 from fp4graph.technique.registry import default_registry
 from tests.docs.blocks import ROOT
@@ -198,3 +198,14 @@ def test_evidence_and_techniques_of_remedies_exist():
         assert all(word in known for word in remedy.techniques.replace(",", "").split() if "_" in word)
     assert [name for name, quantity in QUANTITIES.items() if not quantity.remedy] == ["snr_db"]
     assert all(math.isclose(q.units.inverse(q.units.transform(0.5)), 0.5) for q in QUANTITIES.values())
+
+
+def test_sites_that_left_one_range_share_a_row():
+    """Findings are sorted by size, so those of two operands may alternate."""
+    findings = [
+        Finding(5, f"blocks.{n}", f"fprop.{'input' if n % 2 else 'weight'}", "snr_db", 1.0, 3.0, "limit", 9.0 - n, True,
+                DIVERGENCE)
+        for n in range(6)
+    ]  # fmt: skip
+    table = Diagnosis("run", "", tuple(findings), None, ()).table()
+    assert [*table.columns[1].cells] == ["blocks.0 and 2 more", "blocks.1 and 2 more"]
