@@ -31,7 +31,7 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Choice = np.ndarray[Any, np.dtype[np.int64]]
 #: The pair ``use``, ``[items, options]``, and ``most`` of a bound Σᵢ use[i, option of i] <= most.
 Limit = tuple[Floats, float]
-#: The relative excess over a limit that rounding may cause when numbers are summed.
+#: Rounding may push a sum over its limit by this share of the limit.
 _ROUNDING = 1e-9
 #: The format that quantizes nothing.
 EXACT = "bf16"
@@ -253,7 +253,10 @@ class Candidates:
                     )
 
     def summed(self, scores: Iterable[Score], value: Callable[[Score], float]) -> Floats:
-        """Return the sum of ``value`` over each option's scores (of groups or single sites), ``[groups, options]``."""
+        """Add up ``value`` over the three GEMMs of each option in each group; return ``[groups, options]``.
+
+        A group has one score for all of its modules, or one for each.
+        """
         scored: dict[tuple[str, str, str], Score] = {}
         for score in scores:
             for site in score.sites:

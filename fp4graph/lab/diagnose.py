@@ -118,9 +118,9 @@ def diagnose(
     """Return the quantities that left their normal range in a run, by step.
 
     Within a step, forward precedes backward, operands precede the bias of a gradient, and larger findings precede
-    smaller ones. If the loss rises in the run, operands that left their range at less than half of their sites precede
-    the loss and the gradient norm; operands that left it at more sites share a cause and follow. A spike of the loss
-    that passed comes last.
+    smaller ones. If the loss rises, the order within a step is: operands that left their range at less than half of
+    their sites, the loss and the gradient norm, then operands that left it at more sites, which share a cause. A spike
+    of the loss that passed comes last.
 
     Args:
         run: a folder of ``fp4graph train``, of one run of ``fp4graph.compare``, or of a :class:`Statistics`.

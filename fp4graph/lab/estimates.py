@@ -125,5 +125,5 @@ class BackwardEstimate(_Estimate):
 
         if y.requires_grad:
             y.register_hook(add)  # type: ignore[no-untyped-call]
-            return y.clone()  # as a factor of the next product, y itself would call the hook for that product's sake
+            return y.clone()  # the next product asks for the gradient of its factor; for y itself, that would call add
         return y

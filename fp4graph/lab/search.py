@@ -178,7 +178,7 @@ def search(
         reached["overhead"] = cost(policy)
         if reached["overhead"] <= overhead:
             break
-        # The square overshoots: where interpolation underestimates costs, they would else only approach the bound.
+        # Square the factor: without the square, costs above their interpolation would approach the bound forever.
         most["overhead"] = 1 + (most["overhead"] - 1) * ((overhead - 1) / (reached["overhead"] - 1)) ** 2
         candidates.require(most)
     else:

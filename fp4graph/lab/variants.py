@@ -47,9 +47,9 @@ def variants(policy: Any, by: str = "operand") -> dict[str, Policy]:
 def only(policy: Policy, operands: Collection[Operand], name: str | None = None) -> Policy:
     """Return ``policy`` with only ``operands`` quantized, wherever the policy quantizes them.
 
-    Where fprop's operand is exact, an operand with ``source: fprop`` is quantized from the original instead. Where only
-    its own quantizer is off, such an operand is fprop's quantized operand, which gives the straight-through gradient of
-    the remaining network. Techniques with nothing left to act on are dropped.
+    An operand with ``source: fprop`` reads what fprop quantized. If fprop's operand is now exact, the operand quantizes
+    the original. If the operand itself is not in ``operands``, the backward multiplies with fprop's quantized operand:
+    the straight-through gradient. Techniques with nothing left to act on are dropped.
     """
     phases = tuple(dataclasses.replace(phase, policy=only(phase.policy, operands)) for phase in policy.phases)
     rules = [_only(rule, operands) for rule in (*policy.rules, policy.default)]

@@ -14,7 +14,7 @@ import torch
 from fp4graph.lab.comparison.training import Log, Stop, Train, call, seeded
 from fp4graph.policy import Policy
 
-#: The logged intervals of the first turn, which compiles, and of later turns; each turn's first interval is left out.
+#: How many intervals the first turn logs, which compiles, and how many each later turn. No turn counts its first one.
 WARM_UP, INTERVALS = 5, 4
 #: The number of turns of each training, and the seconds after which no turn begins.
 TURNS, SECONDS = 9, 120.0
