@@ -25,7 +25,7 @@ from fp4graph.numerics.blocking import Blocking, Groups, block_length, is_scalar
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.spec import QuantSpec
 
-_LONGEST = 1024  # a 2-D block of more lines needs a second maximum, over the lines
+_LONGEST = 1024  # a 2-D block with a longer side needs a second maximum, over its lines
 
 
 def tensor_code() -> AbstractContextManager[None]:
@@ -110,7 +110,7 @@ def quantize(
 
 def maxima(x: Tensor, block: int, lines: int = 1) -> Tensor:
     """Return the largest magnitude of every block, ``lines`` rows by ``block`` columns, of ``x [..., R, C]``: fp32,
-    ``[..., ceil(R/lines), ceil(C/block)]``."""
+    ``[..., ceil(R/lines), ceil(C/block)]``. With more than one line neither side may exceed 1024."""
     z: Tensor = torch.ops.fp4graph.maxima(x if x.dtype in _dtypes(x.device) else x.to(torch.float32), block, lines)
     return z
 
@@ -128,7 +128,7 @@ def amax(x: Tensor, blocking: Blocking, values: Callable[[], Tensor] | None = No
     if isinstance(blocking.block, int):
         return maxima(x, blocking.block).reshape(blocking.scale_shape)
     rows, columns = blocking.block
-    if rows <= _LONGEST:
+    if max(rows, columns) <= _LONGEST:
         return maxima(x, columns, rows).reshape(blocking.scale_shape)
     z = maxima(x, columns)
     across = Blocking(tuple(z.shape), (rows, 1))

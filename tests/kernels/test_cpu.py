@@ -140,6 +140,15 @@ def test_maxima_of_two_axes(block, dtype):
         assert_same_bits(operators.maxima(source, block[1], block[0]), of_pool)
 
 
+@pytest.mark.parametrize("block", [(2, 1100), (1100, 2), (2000, 1500), (1024, 1024)], ids=str)
+def test_the_amax_of_long_blocks_of_two_axes(block):
+    """A tile of the C++ code holds 1024 elements of a line: a longer side divided by zero and ended the process."""
+    x = hostile((1300, 1201), 16)
+    blocking = Blocking(tuple(x.shape), block)
+    for source in (x, across(x)):
+        assert_same_bits(operators.amax(source, blocking), scaling.amax(blocking.split(x), blocking.axes))
+
+
 @pytest.mark.parametrize("block", [(16, 16), (3, 8)], ids=str)
 def test_given_numbers_of_two_axes(block):
     """Each line of a 2-D block reads the block's number where it lies. Numbers may be broadcast."""
