@@ -227,15 +227,17 @@ def _entry(name: str, tensors: str, formats: str, *, number: bool = False, file:
     return Entry(code, (*[_POINTER] * (2 + len(names)), *_TAIL), file)
 
 
-_MOMENTS = _entry("group_moments", "const float* scale, double* squares, double* products", "Q", number=True)
+_MOMENTS = _entry("group_moments", "const float* scale, double* squares, double* products", "AnyScale<Q>", number=True)
 _ERRORS, _LESS, _CHOICES = {}, {}, {}
 for _measure in get_args(Selector):
     _name = _measure.upper()
-    _ERRORS[_measure] = _entry("block_errors", "const float* scale, const float* unit, double* error", f"Q, {_name}")
+    _ERRORS[_measure] = _entry(
+        "block_errors", "const float* scale, const float* unit, double* error", f"AnyScale<Q>, {_name}"
+    )
     _tensors = "const float* scale, const float* other, const float* unit, bool* result"
-    _LESS[_measure] = _entry("errs_less", _tensors, f"Q, {_name}", file="choices.h")
+    _LESS[_measure] = _entry("errs_less", _tensors, f"AnyScale<Q>, {_name}", file="choices.h")
     _tensors = "const float* scale, const i32* key, float* result"
-    _CHOICES[_measure] = _entry("choose", _tensors, f"P, Q, {_name}", number=True, file="choices.h")
+    _CHOICES[_measure] = _entry("choose", _tensors, f"AnyScale<P>, AnyScale<Q>, {_name}", number=True, file="choices.h")
 
 
 def _run(

@@ -177,6 +177,17 @@ def test_given_scales_of_no_format(scale):
         check(x, ROUNDED_SCALES, expected, blocks, None)
 
 
+@pytest.mark.parametrize("convention", ["decode", "encode"])
+@pytest.mark.parametrize("names", [("scale",), ("stored",), ("scale", "stored", "factor")], ids="-".join)
+def test_given_scales_that_are_no_powers_of_two(names, convention):
+    """E8M0 scales have exact reciprocals, a technique's 41 has none: x/41 lies on ties where x·(1/41) does not."""
+    spec = QuantSpec("e2m1", 16, ScaleSpec("e8m0", "nearest_even", convention))
+    x = torch.arange(-24.0, 25.0).repeat(70, 1)[:, :45] * 41 / 4
+    given = {name: torch.tensor([41.0, 1 / 41, 1.5, 2.0, 2.0**-127, 0.0, torch.nan]) for name in names}
+    given = {name: part.repeat(10).view(70, 1).expand(70, 3) for name, part in given.items()}
+    check(x, spec, expected_with(x, spec, given), Blocks(**given))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("factors", [[2.0, 0.125], [2.0**-40, 2.0**40], [2.0**41, 0.3], [0.0, -2.0]], ids=str)
 def test_factors(factors, dtype):

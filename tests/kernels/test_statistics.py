@@ -178,6 +178,26 @@ def test_errors_of_blocks(block, measure, convention, shape, transposed):
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("convention", ["decode", "encode"])
+def test_measures_under_scales_that_are_no_powers_of_two(convention, transposed):
+    """Under E8M0: dividing by 41 is not multiplying by 1/41, which is rounded."""
+    spec = QuantSpec("e2m1", 16, ScaleSpec("e8m0", "nearest_even", convention))
+    x = (torch.arange(70 * 96) % 49 - 24).float().view(70, 96) * 41 / 4
+    blocking = Blocking(tuple(x.shape), 16)
+    values = blocking.split(x.mT.contiguous().mT if transposed else x)
+    z = scaling.amax(values, blocking.axes)
+    scale, noise = torch.full_like(z, 41.0 if convention == "decode" else 0.3), Noise(None, blocking, x.device)
+    choosing = replace(spec, others=(INT4,), selector="mse")
+    for measured in (
+        lambda: measures.block_errors(values, scale, z, spec, "mse", blocking),
+        lambda: measures.errs_less(values, (scale, scale * (1 + 2**-22)), z, spec, "mse", blocking).float(),
+        lambda: measures.group_moments(values, scale, spec, blocking, 2.0**20, 32)[1],
+        lambda: measures.quantize_elements(values, scale, choosing, noise),
+    ):
+        assert_same_bits(*by_both(measured))
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 def test_moments_of_blocks(transposed):
     spec = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even"), ties="away")
     blocking, values, _, scale = parts((64 if transposed else 70, 96), spec, transposed)

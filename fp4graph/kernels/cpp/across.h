@@ -60,7 +60,12 @@ void across(const Source& source, const Target<F, T>& to, const BlockwiseParts& 
         if (given.stored) given.stored.read_across(stored, batch, row, n, b);
         const float* multiplied = given.stored ? stored : scale;
         for (int i = 0; i < LANES; ++i) undone[i] = given.stored ? 1.0f / stored[i] : reciprocal[i];
-        const bool rounds = (given.scale || given.stored) && !fits<F>(multiplied, n);
+        const bool chosen = given.scale || given.stored, rounds = chosen && !fits<F>(multiplied, n);
+        const bool apart = chosen && (divides_inexactly<F>(scale, n) || divides_inexactly<F>(multiplied, n));
+        for (int i = 0; apart && i < LANES; ++i) {  // divide here, and multiply by 1 below
+            reciprocal[i] = undone[i] = 1;
+            for (i64 j = i; !F::ENCODE && j < depth * LANES; j += LANES) tile[j] = tile[j] / scale[i];
+        }
         if (given.factor) given.factor.read_across(factor, batch, row, n, b);
         const u32 stride = static_cast<u32>(C);
         for (i64 j = 0; j < depth; ++j) {
@@ -77,6 +82,8 @@ void across(const Source& source, const Target<F, T>& to, const BlockwiseParts& 
                 const float q = round_element<F>(u, element_key.bits(index + static_cast<u32>(i) * stride), place);
                 line[i] = dequantized<F>(q, multiplied[i], undone[i]);
             }
+            if (F::ENCODE && apart)
+                for (int i = 0; i < LANES; ++i) line[i] = line[i] / multiplied[i];
             T* out = to.values + to.strides.at(batch, row, column + j);
             if (given.factor) {
                 for (i64 i = 0; i < n; ++i) narrow(line[i] * factor[i], out + i);

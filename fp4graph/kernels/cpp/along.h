@@ -85,7 +85,12 @@ void along(const Dense<S>& source, const Target<F, T>& to, const BlockwiseParts&
         alignas(64) float stored[STRIP];
         if (given.stored) given.stored.read(stored, first, count, R, blocks);
         const float* multiplied = given.stored ? stored : scale;
-        const bool rounds = (given.scale || given.stored) && !fits<F>(multiplied, count);
+        const bool chosen = given.scale || given.stored, rounds = chosen && !fits<F>(multiplied, count);
+        const bool apart = chosen && (divides_inexactly<F>(scale, count) || divides_inexactly<F>(multiplied, count));
+        for (i64 g = 0; apart && g < count; ++g) {  // divide here, and multiply by 1 below
+            reciprocal[g] = 1;
+            for (i64 j = g * B; !F::ENCODE && j < (g + 1) * B; ++j) tile[j] = tile[j] / scale[g];
+        }
         const bool merged = given.factor && !rounds && merges<F>(factor, count), multiplies = given.factor && !merged;
         by_line(first, count, R, blocks, B, [&](const Run& run) {
             const S* from = source.data + source.strides.at(run.batch, run.row, run.column);
@@ -99,7 +104,8 @@ void along(const Dense<S>& source, const Target<F, T>& to, const BlockwiseParts&
                 const i64 own = run.first + g;
                 const u32 index = start + static_cast<u32>(g * B);
                 const float s = scale[own], inverse = reciprocal[own], by = multiplied[own];
-                const float back = merged ? by * factor[own] : by, undone = given.stored ? 1.0f / by : inverse;
+                const float back = merged ? by * factor[own] : by;
+                const float undone = given.stored && !apart ? 1.0f / by : inverse;
                 float* block = tile + own * B;
                 i32* code = codes + (PACKS ? own * B : 0);
                 const i32 kept = s == s ? -1 : 0, instead = s == s ? 0 : F::NAN_CODE;
@@ -110,6 +116,8 @@ void along(const Dense<S>& source, const Target<F, T>& to, const BlockwiseParts&
                     if (PACKS) code[j] = (encode<F>(q, place) & kept) | instead;
                     block[j] = dequantized<F>(q, back, undone);
                 }
+                if (F::ENCODE && apart)
+                    for (int j = 0; j < B; ++j) block[j] = block[j] / by;
                 if (multiplies) {
                     const float times = factor[own];
                     for (int j = 0; j < B; ++j) block[j] *= times;

@@ -58,6 +58,12 @@ struct Operand {
     }
 };
 
+// The format F with scales that may be any numbers, because techniques choose them: it divides without reciprocals.
+template <class F>
+struct AnyScale : F {
+    static constexpr int S_MANTISSA = 23;
+};
+
 // divide_all and round_all are separate loops, because compilers vectorize no loop that divides and rounds.
 template <class F>
 inline void divide_all(const float* x, float* u, i64 n, float scale) {

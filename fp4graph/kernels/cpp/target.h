@@ -31,6 +31,14 @@ inline bool merges(const float* factor, i64 count) {
     return !wrong;
 }
 
+// True if F divides by reciprocals, because the numbers of its scale format are powers of two, and a scale is none.
+template <class F>
+inline bool divides_inexactly(const float* scale, i64 count) {
+    i32 wrong = 0;
+    for (i64 i = 0; i < count; ++i) wrong |= as<i32>(scale[i]) & 0x7FFFFF;
+    return F::S_MANTISSA == 0 && wrong;
+}
+
 // True if the scales are numbers of F's scale format or of a coarser format, so that exact_in_bf16 holds for them.
 template <class F>
 inline bool fits(const float* scale, i64 count) {
