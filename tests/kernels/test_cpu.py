@@ -177,6 +177,12 @@ def test_given_scales_of_no_format(scale):
         check(x, ROUNDED_SCALES, expected, blocks, None)
 
 
+def test_a_given_scale_and_a_factor_whose_product_overflows():
+    """Zeros stay zeros: the kernel may multiply a factor into the scale only if their product is finite."""
+    x, given = torch.zeros(4, 48), {"scale": torch.full((4, 3), 2.0**110), "factor": torch.full((4, 3), 2.0**30)}
+    check(x, ROUNDED_SCALES, expected_with(x, ROUNDED_SCALES, given), Blocks(**given), None)
+
+
 @pytest.mark.parametrize("convention", ["decode", "encode"])
 @pytest.mark.parametrize("names", [("scale",), ("stored",), ("scale", "stored", "factor")], ids="-".join)
 def test_given_scales_that_are_no_powers_of_two(names, convention):

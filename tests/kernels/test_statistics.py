@@ -186,7 +186,8 @@ def test_measures_under_scales_that_are_no_powers_of_two(convention, transposed)
     blocking = Blocking(tuple(x.shape), 16)
     values = blocking.split(x.mT.contiguous().mT if transposed else x)
     z = scaling.amax(values, blocking.axes)
-    scale, noise = torch.full_like(z, 41.0 if convention == "decode" else 0.3), Noise(None, blocking, x.device)
+    scale = torch.full_like(z, 41.0) if convention == "decode" else torch.rand_like(z) + 0.3
+    noise = Noise(None, blocking, x.device)
     choosing = replace(spec, others=(INT4,), selector="mse")
     for measured in (
         lambda: measures.block_errors(values, scale, z, spec, "mse", blocking),

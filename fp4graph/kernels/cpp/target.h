@@ -47,7 +47,8 @@ inline bool fits(const float* scale, i64 count) {
     i32 wrong = 0;
     for (i64 i = 0; i < count; ++i) {
         const i32 bits = as<i32>(scale[i]) & ~SIGN;
-        wrong |= (bits & below) | (bits != 0 && (bits >> 23) < max(lowest, 1));
+        const i32 exponent = bits >> 23;
+        wrong |= (bits & below) | (bits != 0 && exponent < max(lowest, 1)) | (exponent > F::S_TOP + 127);
     }
     return !wrong;
 }
