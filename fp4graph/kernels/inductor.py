@@ -148,7 +148,7 @@ def patches(chosen: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
         passes = {} if config.post_grad_custom_post_pass else {"post_grad_custom_post_pass": _reading_in_place()}
         return {**passes, **chosen, **EXACT, **APART}
     tunes = bool(chosen) or config.max_autotune or config.max_autotune_gemm
-    return {**chosen, **(APART if tunes else {}), **_compiler()}
+    return {**_compiler(), **chosen, **(APART if tunes else {})}
 
 
 def _reading_in_place() -> Any:

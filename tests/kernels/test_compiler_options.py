@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 import fp4graph
 from fp4graph.graph.backend import inner_backend
-from fp4graph.kernels.inductor import APART, EXACT, compiler_options
+from fp4graph.kernels.inductor import APART, EXACT, compiler_options, patches
 from fp4graph.lab.runs.run import Run
 from fp4graph.lab.runs.train import train
 from tests.helpers.models import Mlp
@@ -56,6 +56,13 @@ AUTOTUNE = {**GRAPHS, **APART, "max_autotune": True, "coordinate_descent_tuning"
 )
 def test_mode_and_options_of_apply_reach_inductor(options, expected):
     assert one_forward(**options) == [expected]
+
+
+def test_a_compiler_named_in_the_options_goes_before_that_of_the_environment():
+    own = {"cpp.cxx": (None, "/opt/own/clang++")}
+    with inductor.patch("cpp.cxx", (None, "gcc")):  # as CXX=gcc, which PEFT's BOFT sets
+        assert patches(compiler_options("inductor", None, own, None), on_gpu=False) == {**own, **APART}
+        assert patches({}, on_gpu=False).keys() == {"cpp.cxx"}
 
 
 def test_on_a_gpu_options_are_merged_with_those_of_exactness():
