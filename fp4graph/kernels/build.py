@@ -78,8 +78,16 @@ def require_compiler() -> None:
 
 
 def command() -> list[str]:
-    """Return the command of the C++ compiler: the value of CXX, such as "ccache g++ -m64", or Inductor's command."""
-    words = shlex.split(os.environ.get("CXX", "")) or shlex.split(inductor_command() or "") or ["g++"]
+    """Return the command of the C++ compiler: the value of CXX, such as "ccache g++ -m64", or Inductor's command.
+
+    Raises:
+        ValueError: the command cannot be split into words.
+    """
+    given = os.environ.get("CXX", "").strip() or inductor_command() or ""
+    try:
+        words = shlex.split(given) or ["g++"]
+    except ValueError as error:
+        raise ValueError(f"the compiler command {given!r} cannot be split into words: {error}") from error
     return [_cxx(word) for word in words]
 
 

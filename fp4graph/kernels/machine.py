@@ -62,15 +62,22 @@ def available_on_gpu() -> bool:
 
 def report() -> dict[str, str]:
     """Return the names of this machine's compiler and GPU, whether kernels are used, and the value of the switches."""
-    compiler = build.command()
     facts = {
-        "C++ compiler": " ".join(compiler) if shutil.which(compiler[0]) else f"none ({' '.join(compiler)} not found)",
+        "C++ compiler": _compiler(),
         "CPU kernels": _state("cpu"),
         "GPU": "none",
     }
     if torch.cuda.is_available():
         facts |= {"GPU": torch.cuda.get_device_name(), "GPU kernels": _state("cuda")}
     return facts | {switches.VARIABLE: str(switches.current())}
+
+
+def _compiler() -> str:
+    try:
+        words = build.command()
+    except ValueError as error:
+        return f"none ({error})"
+    return " ".join(words) if shutil.which(words[0]) else f"none ({' '.join(words)} not found)"
 
 
 def _state(kind: str) -> str:

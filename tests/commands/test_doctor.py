@@ -32,6 +32,12 @@ def test_versions_and_shipped_techniques_are_reported():
     assert facts["techniques"].startswith("29 shipped")
 
 
+def test_a_compiler_command_that_cannot_be_split_is_reported(monkeypatch):
+    monkeypatch.setenv("CXX", "g++ '-I/my include")
+    compiler = json.loads(report("--json"))["facts"]["C++ compiler"]
+    assert re.fullmatch(r"none \(the compiler command .*my include.* cannot be split into words: .*\)", compiler)
+
+
 def test_missing_and_outdated_packages_are_reported_with_the_command_that_installs_them(monkeypatch):
     version = metadata.version
 
