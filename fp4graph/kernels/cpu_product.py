@@ -10,9 +10,9 @@ from torch import Tensor
 
 @cache
 def _scales_summands(dtype: torch.dtype) -> bool:
-    """Return whether torch's own kernel multiplies matrices of ``dtype``, because oneDNN does not on this processor.
+    """Return whether torch's own kernel multiplies matrices of ``dtype``, because oneDNN cannot on this processor.
 
-    If both operands are transposed, torch's kernel multiplies each summand by alpha instead of the accumulator.
+    With two transposed operands, torch's kernel multiplies each summand by alpha, and not the accumulator.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return False

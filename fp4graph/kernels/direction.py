@@ -64,8 +64,8 @@ class Direction:
     def packs(self) -> bool:
         """True if bytes, with one factor for the whole tensor, can stand for the result.
 
-        False if a statistic, a scale or ``stored`` is given: it may be finite although its block has a NaN, which FP4
-        cannot code. False too if there is a factor for each block.
+        False if a statistic, a scale or ``stored`` is given: such a number may be finite where its block has a NaN, and
+        FP4 has no code for NaN. False too if there is a factor for each block.
         """
         factor, given = self.given.factor, (self.given.statistic, self.given.scale, self.given.stored)
         return all(part is None for part in given) and (factor is None or is_scalar(factor))

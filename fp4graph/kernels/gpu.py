@@ -31,8 +31,8 @@ def multiplies(left: Tensor, right: Tensor, addend: Tensor | None) -> bool:
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """True if code for ``device`` may multiply bf16 matrices and return the fp32 accumulator: on any GPU from compute
-    capability 8.0 on, unless the switch ``bf16_products`` is off and keeps an fp32 model's products in fp32."""
+    """True if code for ``device`` may multiply bf16 matrices and return the fp32 accumulator. This needs a GPU of
+    compute capability 8.0 or later, and the switch ``bf16_products``."""
     return switches.current().bf16_products and target.kind(device) == "cuda" and _has_bfloat16()
 
 

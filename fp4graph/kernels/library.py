@@ -215,7 +215,7 @@ def _on_gpu(name: str) -> Callable[..., Any]:
 _EXACT = torch.Tag.needs_exact_strides
 _TAGS = {
     "quantize": [_EXACT],
-    # Any layout of dY will do. For a fixed layout Inductor would copy dY, which the sum over dY reads too.
+    # dY may have any layout. With a fixed layout Inductor would copy dY, because the sum over dY reads it too.
     "quantize_both": [torch.Tag.flexible_layout],
 }
 for _schema, _fake, _run in (

@@ -331,7 +331,7 @@ def _choose(
     if values.is_contiguous():
         values = values.flatten().view(values.shape)  # axes of size 1 may have other strides
     grid = _gridded(values, axes)
-    in_order = axes == 1 or key is None  # otherwise elements must lie in the order of the grid
+    in_order = axes == 1 or key is None  # else random bits need contiguous values: see BlockGrid.number
     viewed = grid.data_ptr() == values.data_ptr() and values.stride() == result.stride()
     held = grid.stride(3) == 1 or grid.shape[3] <= _LONGEST
     if not (values.is_contiguous() or (in_order and viewed and held)):

@@ -8,8 +8,8 @@ avoids two such writes and changes no value:
 - **A concatenation of tensors in memory**, as of the gradients of q, k and v where one linear makes all three. The
   kernel reads the parts.
 
-The pass leaves an operand that Inductor computes, because the kernel that computes the operand also casts or
-concatenates it. It also leaves operands with symbolic sizes.
+The pass does not change an operand that Inductor's code computes: that code casts or concatenates the operand in the
+same kernel. Nor does the pass change operands with symbolic sizes.
 """
 
 from __future__ import annotations
