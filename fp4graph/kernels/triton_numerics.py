@@ -300,7 +300,10 @@ def _element_code(q, F: tl.constexpr):
 def _scale_code(scale, F: tl.constexpr):
     """Return the stored form of scales: codes, or the scales themselves."""
     if F.s_storage == "code":
-        code = _place(scale, F.s_min_exponent, F.s_mantissa) if F.s_has_zero else _bits(scale) >> 23
+        if F.s_has_zero:
+            code = _place(scale, F.s_min_exponent, F.s_mantissa)
+        else:  # the code counts exponents from the lowest
+            code = (_bits(scale) >> 23) - (F.s_min_exponent + 127)
         scale = tl.where(scale == scale, code, F.s_nan_code)
     return scale
 
@@ -348,7 +351,8 @@ def _scale_value(stored, F: tl.constexpr):
         if F.s_has_zero:
             scale = _value(code, F.s_min_exponent, F.s_mantissa)
         else:
-            scale = _float(tl.where(code == 0, 1 << 22, code << 23))
+            field = code + (F.s_min_exponent + 127)
+            scale = _float(tl.where(field == 0, 1 << 22, field << 23))
         scale = tl.where(code == F.s_nan_code, _float(tl.full(code.shape, 0x7FC00000, tl.int32)), scale)
     else:
         scale = stored.to(tl.float32)

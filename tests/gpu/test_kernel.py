@@ -31,6 +31,7 @@ from fp4graph.kernels.tiles import TILE
 from fp4graph.kernels.triton_division import _inverse_of, _quotient
 from fp4graph.kernels.triton_kernels import quantize_kernel
 from fp4graph.numerics.draw import Draw
+from fp4graph.numerics.formats import ScaleFormat
 from fp4graph.numerics.packing import Packed, pack, scale_storage, unpack
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
@@ -185,6 +186,18 @@ def test_parts_that_are_cast_as_they_are_read(interpreter):
     # fp32 sums of 140 numbers below 8, in any order.
     x = torch.cat(parts, -1).bfloat16()
     torch.testing.assert_close(sums.sum(0), x.double().flatten(0, -2).sum(0).float(), rtol=0, atol=140 * 2.0**-16)
+
+
+def test_scale_formats_of_plugins(interpreter):
+    """Formats of powers of two count exponents from their own lowest one, and may have any code for NaN."""
+    rows = QuantSpec("e2m1", 16, ScaleSpec(ScaleFormat("e7m0", 7, 0, 63, 2.0**63, False, nan_code=127), "nearest_even"))
+    few = ScaleSpec(ScaleFormat("e5m0", 5, 0, 9, 2.0**20, False, nan_code=31), "nearest_even", "encode")
+    columns = QuantSpec("e2m1", 16, few)
+    x = torch.cat([hostile((40, 48), 16), torch.randn(40, 48, generator=torch.Generator().manual_seed(5))])
+    _, of_rows, of_columns = check_operators(interpreter, Source.of(x), rows, columns, sums=False)
+    for (codes, scales), spec, source, key in ((of_rows, rows, x, ROW_KEY), (of_columns, columns, x.mT, COLUMN_KEY)):
+        stored = Bytes(codes, scales, spec, source.shape[1], x.dtype)
+        assert_same_bits(interpreter(triton_quantize.unpack, stored), fake_quantize(source, spec, key=key))
 
 
 @triton.jit
