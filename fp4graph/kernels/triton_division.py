@@ -21,7 +21,7 @@ def _quotient(x, large, inverse):
     d = k·2^e is positive, k is an integer below 2^8, and 2^-40 <= d < 2^41. ``large`` and ``inverse`` are the results
     of :func:`_inverse_of`. NaN gives NaN. Two sorts of quotients may differ from IEEE's, but rounding to a format of
     elements or scales hides both. Quotients of |x| >= 2^87 may be infinite: they are above 2^46, and saturate.
-    Quotients below 2^-126 may be off by 2^-149: they round to zero, or up if they are not zero, and zero is exact.
+    Quotients below 2^-126 may be off by 2^-149. Only whether they are zero decides how they round, and that is exact.
 
     q = x·(1/d) is at most two ulps off, so the remainder r = x - q·d is exact: it is less than 2^24 times ulp(q)·2^e/2,
     and a multiple of it. Then q + r·(1/d) differs from x/d by at most 2^-23 ulp. Rounding it gives the same as rounding

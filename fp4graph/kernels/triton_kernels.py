@@ -107,7 +107,7 @@ def _along(
 
 # Four warps, with 16 bytes for each thread, read PASS rows of a tile at once, so a thread holds one row of each pass.
 # Rows are read interleaved, so that a thread holds neighbouring rows. These lie in one block along columns, whose scale
-# the thread computes once. If rows were read in order, the rows of a thread would lie in as many blocks. Kernels that
+# the thread computes once. If rows were read in order, each row of a thread would lie in another block. Kernels that
 # write no values along columns, or that read several parts, read rows in order (PASS is TILE): ptxas would spill
 # registers of some.
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 #: The blocks that form a group: "tensor", all blocks of the tensor, or of one expert in a grouped product; "all", the
 #: blocks of all experts; "row", the blocks of one line along the contraction axis; or a number of elements of a line.
-Granularity = Literal["tensor", "all", "row"] | int  # in the order of tensor_scaling's option: typing caches the first
+Granularity = Literal["tensor", "all", "row"] | int  # ordered as in tensor_scaling: typing keeps the first order
 
 
 @dataclass(frozen=True, eq=False)

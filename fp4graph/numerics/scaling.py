@@ -36,8 +36,9 @@ def block_scale(z: Tensor, spec: ScaleSpec, element: ElementFormat, noise: Noise
     scales s ≈ Qmax / Z, x · s is rounded to q, which stands for q / s. :class:`ScaleSpec` lists the rounding rules.
 
     A scale above the format's range saturates. ``spec.zero`` replaces a scale that underflows, that is, rounds to zero.
-    For E8M0, which has no zero, and for rules that give powers of two, a scale underflows if it lies below the smallest
-    value after rounding with unbounded exponent. Z = 0 underflows (with ``encode`` it saturates: Qmax/0 is Inf).
+    E8M0 has no zero. There, and under rules that give powers of two, the scale is rounded with an unbounded exponent,
+    and underflows if the result lies below the smallest value. Z = 0 underflows (with ``encode`` it saturates: Qmax/0
+    is Inf).
 
     Args:
         z: fp32, non-negative; NaN and Inf give NaN.

@@ -10,8 +10,9 @@ template <int M>
 struct RoughErrors {
     float relative, absolute;
 
-    // Each of `count` fp32 summands is rounded at most three times, and each addition once; the share `equal` of choose
-    // is added. The exact sums round each summand to a multiple of 1 / units.
+    // `relative` bounds the error of a sum in fp32: each of `count` summands is rounded at most three times, each
+    // addition once, and `equal` of choose comes on top. `absolute` bounds that of an exact sum, whose summands are
+    // rounded to multiples of 1 / units.
     RoughErrors(i64 count, double units)
         : relative(static_cast<float>(2 * count + 32) * pow2(-23)),
           absolute(2 * static_cast<float>(static_cast<double>(count) / units)) {}

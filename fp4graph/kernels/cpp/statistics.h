@@ -13,7 +13,7 @@ inline u32 ordered(float x) {
 }
 inline float of_ordered(u32 place) { return as<float>(place >> 31 ? place & ~(1u << 31) : ~place); }
 
-// Returns the bin of the element at `place`, and subtracts the elements of earlier bins from `place`.
+// Returns the bin of the element at `place`, and subtracts the number of elements in earlier bins from `place`.
 inline u32 bin_of(const u32* bins, i64& place) {
     u32 bin = 0;
     for (; place >= bins[bin]; ++bin) place -= bins[bin];
@@ -61,8 +61,8 @@ void order_statistics(const T* x, i64 count, i64 place, float* found, int thread
     }
 }
 
-// Returns ordered() of the element at `place` of the ascending order, found 11 bits at a time. `equals` becomes the
-// number of elements equal to it, and `place` its place among them.
+// Returns ordered() of the element at `place` of the ascending order. Finds 11 bits of it at a time. Sets `equals` to
+// the number of elements that equal it, and `place` to its place among these.
 inline u32 selected(const float* x, i64 count, i64& place, i64& equals, int threads) {
     u32 found = 0;
     for (const int below : {21, 10, 0}) {
@@ -186,8 +186,8 @@ void maxima(const Call& call, i64 lines, i64 length) {
         }
         return;
     }
-    // A tile is one block deep. Along the contiguous axis, of n numbers, it is as wide as m allows, so that memory is
-    // read in order. The maxima over its lines come first, then the maxima over each block's side.
+    // A tile is one block deep. It is as wide along the contiguous axis, which has n numbers, as m allows, so that
+    // memory is read in order. The loop takes the maxima over the tile's lines, then over the side of each block.
     const bool rows_contiguous = from.column != 1;
     const i64 side = rows_contiguous ? lines : length, n = rows_contiguous ? R : C;
     constexpr i64 most = 1024;

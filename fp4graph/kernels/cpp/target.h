@@ -15,8 +15,8 @@ struct Target {
     typename F::Stored* scales;
 };
 
-// True if each factor may be multiplied into its block's scale: factors are powers of two, and they and the products of
-// F's elements and scales are far enough from the ends of fp32 that no product is rounded.
+// True if each factor may be multiplied into its block's scale, because no product is rounded: factors are powers of
+// two, and the exponents of factors and of F's values are far from the ends of fp32.
 template <class F>
 inline bool merges(const float* factor, i64 count) {
     constexpr int far = 40;
