@@ -140,8 +140,8 @@ class _Finder:
                 continue
             self._visited.add(id(inner))
             if name in _TRANSPARENT:
-                operands, uses = _operands(node, inner), gm.graph.find_nodes(op="get_attr", target=argument.target)
-                grows = bool(operands) and name != "hints_wrapper" and sum(len(use.users) for use in uses) == 1
+                operands = _operands(node, inner)
+                grows = bool(operands) and name != "hints_wrapper"  # that op takes its operands as a tuple
                 self.walk(inner, Markers(Body(node, inner.graph, operands, markers, grows)))
                 continue
             for inside in list(inner.graph.nodes):

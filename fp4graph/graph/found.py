@@ -127,7 +127,7 @@ class Body:
         graph: the body.
         operands: maps the body's placeholders to the operands of the call.
         around: the markers of the graph around the body.
-        grows: whether the call can take further operands, because no other call shares the body.
+        grows: whether the call can take further operands.
     """
 
     call: Node
