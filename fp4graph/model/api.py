@@ -24,6 +24,7 @@ from fp4graph.model.hooks import Method, bypassed, mark_hooks
 from fp4graph.model.listening import listener
 from fp4graph.model.runtime import Runtime, detach, require_runtime, runtime_of
 from fp4graph.model.source import release_all, released
+from fp4graph.model.subnormals import refuse_flushed
 from fp4graph.model.versions import warn_once
 from fp4graph.policy import Policy, check_modules, load_policy
 
@@ -78,7 +79,8 @@ def apply(
         ``model`` itself.
 
     Raises:
-        PolicyError: the policy cannot be loaded, or names modules that the model does not have. The model is unchanged.
+        PolicyError: the policy cannot be loaded, names modules that the model does not have, or has scales that are 0
+            under ``torch.set_flush_denormal(True)``. The model is unchanged.
         Error: a submodule has a policy of its own, the model has no such method, an option is unknown or would break
             exactness, or Inductor finds neither a C++ compiler nor an accelerator; with ``example_inputs``, any error
             of the first call.
@@ -99,6 +101,9 @@ def _apply(
     """Check everything that can be checked before a call, and attach ``policy``."""
     if settings.backend == "inductor" and not torch.accelerator.is_available():
         require_compiler()
+    if not torch.accelerator.is_available():
+        for each in (policy, *(phase.policy for phase in policy.phases)):
+            refuse_flushed(each)
     check_modules(policy, [name for name, _ in root.named_modules()])
     for name, module in root.named_modules():
         if name and runtime_of(module) is not None:

@@ -25,6 +25,7 @@ from fp4graph.model.optimizers import PreparedOptimizers
 from fp4graph.model.prepare import PhasePlan, device_of, prepare, unprepare
 from fp4graph.model.running import Runner
 from fp4graph.model.steps import Steps
+from fp4graph.model.subnormals import refuse_flushed
 from fp4graph.model.tree import Tree
 from fp4graph.model.weight import Weight
 from fp4graph.numerics import noise
@@ -194,6 +195,8 @@ class Runtime:
         """Check the preconditions of a forward, and make state and the step tensor ready for it."""
         if all(parameter.is_meta for parameter in self.root.parameters()) and self.plan.weights:
             raise Error(_ON_META)
+        if self.device.type == "cpu":
+            refuse_flushed(self.plan.policy)
         of_parts = forward.duties.counts == "again"
         first = forward.training and not (of_parts and self._current.ran)
         if first:

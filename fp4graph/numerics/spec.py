@@ -146,6 +146,12 @@ class ScaleSpec:
         """True if the rule never rounds a decode scale down, so that no element is clipped."""
         return self.rounding in ("ceil", "amax_ceil", "toward_positive")
 
+    @property
+    def zero_is_subnormal(self) -> bool:
+        """True if blocks of zeros are divided by a scale that is subnormal in fp32."""
+        smallest = self.zero == "nearest_subnormal" and self.convention == "decode"
+        return smallest and self.format.min < 2.0**-126
+
 
 @dataclass(frozen=True)
 class QuantSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
@@ -20,7 +21,7 @@ from fp4graph.model.runtime import runtime_of
 from tests.helpers.breaks import Disables, Logs, Looping
 from tests.helpers.experts import Mixture, tokens
 from tests.helpers.models import Mlp, module_of
-from tests.helpers.policies import MXFP4, NVFP4, one_rule
+from tests.helpers.policies import MXFP4, NVFP4, one_rule, quantizer
 from tests.helpers.processes import python, run
 from tests.helpers.training import applied, assert_equal, stances, uncompiled
 
@@ -394,6 +395,22 @@ def test_wrong_arguments(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scale", [{}, {"zero": "to_one"}, {"convention": "encode"}], ids=str)
+def test_scales_that_a_cpu_flushes_are_refused(scale, monkeypatch):
+    """Before the forward and, without an accelerator to which the model may move, by apply."""
+    data, zeros = one_rule(quantize=quantizer() | {"scale": {"format": "e8m0", **scale}}), torch.zeros_like(X)
+    before = applied(Net(), data)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert torch.set_flush_denormal(True)
+    try:
+        for call in (lambda: before(zeros), lambda: applied(Net(), data)(zeros)):
+            says = pytest.raises(PolicyError, match=r"torch.set_flush_denormal\(False\)")
+            with nullcontext() if scale else says:
+                assert call().isfinite().all()
+    finally:
+        torch.set_flush_denormal(False)
+
+
 def test_the_entry_point_serves_stateless_policies_and_refuses_others():
     def served(policy):
         torch._dynamo.reset()
