@@ -95,7 +95,8 @@ def quantize(
 
     Args:
         draw: needed if ``spec`` rounds stochastically.
-        given: the numbers that techniques give for the blocks, ``[..., ceil(C/block)]`` or of one element.
+        given: the numbers that techniques give for the blocks of ``x [B, R, C]``, all leading axes flattened to B. A
+            tensor of four axes is ``[B, G, r, n]``, never ``[..., R, n]``; :func:`by_run` makes what kernels take.
         dtype: the dtype to which the result is cast if ``x`` is fp32 and kernels write ``dtype``; otherwise the result
             has the dtype of ``x``.
     """
