@@ -104,6 +104,11 @@ class ScaleFormat:
             raise ValueError(f"scale format {self.name!r}: has_zero must be False without mantissa bits, else True")
         if self.min_exponent < -127 or self.max >= 2.0**128:
             raise ValueError(f"scale format {self.name!r}: the range exceeds fp32's, in which scales are computed")
+        if self.has_zero and self.min_exponent != -126 and self.min < 2.0**-126:  # its spacing has no fp32 reciprocal
+            raise ValueError(
+                f"scale format {self.name!r}: its smallest value, {self.min:.4g}, is subnormal in fp32, so it needs "
+                f"fp32's bias, 127; got bias={self.bias}"
+            )
 
     @property
     def code_bits(self) -> int:

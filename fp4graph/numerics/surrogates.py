@@ -85,6 +85,11 @@ def scale_fraction(scale: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Te
         odd = ((bits >> 23) - first) & 1  # the code counts exponents from the lowest
         nearest = ((bits + (1 << 22) - 1 + odd) >> 23) - first
         return _position(scale, lower, 2 * lower), (nearest & 1).to(torch.float32)
+    if scale_format.spans_fp32:  # a code is the bits of an fp32 number without the low ones
+        dropped, bits = 23 - scale_format.mantissa_bits, scale.view(torch.int32)
+        code, part = bits >> dropped, (bits & ((1 << dropped) - 1)) * 2.0**-dropped
+        up = (part > 0.5) | ((part == 0.5) & (code & 1 == 1))
+        return part, ((code + up) & 1).to(torch.float32)
     _, inverse = spacing(scale.clamp(max=scale_format.max), scale_format.min_exponent, scale_format.mantissa_bits)
     lower = (scale * inverse).floor()
     nearest = torch.round(scale * inverse)

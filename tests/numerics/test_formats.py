@@ -87,6 +87,8 @@ def test_formats_are_hashable_data():
         (lambda: public.UE5M3.with_max(1000.5), "not a value"),
         (lambda: ElementFormat("odd", 2, 1, bias=1, max=5.0), "not one of its values"),
         (lambda: ScaleFormat("odd", 4, 0, bias=7, max=256.0), "has_zero must be False"),
+        (lambda: ScaleFormat("odd", 8, 3, bias=128, max=1.0), "smallest value, 7.347e-40, .* got bias=128"),
+        (lambda: ScaleFormat("odd", 8, 3, bias=125, max=1.0), "smallest value, 5.877e-39, .* got bias=125"),
         (public.FP32.values, "too many"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp4graph.numerics import surrogates
-from fp4graph.numerics.formats import ELEMENTS
+from fp4graph.numerics.formats import ELEMENTS, SCALES
 from fp4graph.numerics.noise import hash_bits, make_key
 from fp4graph.numerics.rounding import bracket, round_nearest, round_stochastic
 from tests.helpers import ml_formats, oracle
@@ -106,3 +106,15 @@ def test_inside_is_one_up_to_the_limit_and_else_zero(limit):
     inside = surrogates.inside(u, limit)
     assert inside.dtype is torch.float32
     assert inside.tolist() == [1.0 if abs(value) <= limit else 0.0 for value in u.tolist()]
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e8m3", "bf16"])
+def test_the_position_of_a_scale_between_neighbours(name):
+    """At every code or every 61st: also where the spacing of the scales is subnormal in fp32."""
+    values, step = SCALES[name].values(), 61 if name == "bf16" else 1
+    for share in (0.0, 0.25, 0.5, 0.75):
+        codes = range(0, len(values) - 1, step)
+        scale = [values[code] + share * (values[code + 1] - values[code]) for code in codes]
+        part, odd = surrogates.scale_fraction(torch.tensor(scale), SCALES[name])
+        assert part.tolist() == [share] * len(codes)
+        assert odd.tolist() == [code % 2 if share < 0.5 else 1 - code % 2 if share > 0.5 else 0 for code in codes]
