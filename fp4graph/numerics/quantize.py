@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,8 +40,9 @@ def fake_quantize(x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor |
         key: the key of the random bits, if ``spec`` needs any: an int, or an int32 ``[2]`` tensor.
 
     Raises:
-        TypeError: ``x`` is not floating point, or ``spec`` is not a :class:`QuantSpec` (a :class:`fp4graph.SpecError`).
-        ValueError: ``spec`` needs random bits and ``key`` is None, ``key`` is another tensor, ``dim`` is out of range,
+        TypeError: ``x`` is not floating point or not dense, or ``spec`` is not a :class:`QuantSpec` (a
+            :class:`fp4graph.SpecError`).
+        ValueError: ``spec`` needs random bits and ``key`` is None, ``key`` is something else, ``dim`` is out of range,
             or ``x`` has too few axes for the block.
     """
     blocking, codes, scale = quantize(x, spec, dim, key)
@@ -65,11 +67,17 @@ def quantize(
     if not (isinstance(x, torch.Tensor) and x.is_floating_point()):
         got = x.dtype if isinstance(x, torch.Tensor) else f"a {type(x).__name__}; pass a torch.Tensor"
         raise TypeError(f"only floating-point tensors can be quantized; got {got}")
+    if x.layout is not torch.strided or x.is_nested:
+        got = "a nested tensor; pass its values" if x.is_nested else f"{x.layout}; pass x.to_dense()"
+        raise TypeError(f"only dense tensors can be quantized; got {got}")
     blocking = Blocking(tuple(x.shape), spec.block, dim)
-    if isinstance(key, int):
-        key = noise.make_key(key, device=x.device)
-    elif key is not None and (key.dtype is not torch.int32 or key.shape != (2,)):
-        raise ValueError(f"a key is an int32 tensor of two elements; got {key.dtype} {list(key.shape)}")
+    if isinstance(key, torch.Tensor):
+        if key.dtype is not torch.int32 or key.shape != (2,):
+            raise ValueError(f"a key is an int32 tensor of two elements; got {key.dtype} {list(key.shape)}")
+    elif isinstance(key, numbers.Integral):
+        key = noise.make_key(int(key), device=x.device)
+    elif key is not None:
+        raise ValueError(f"a key is an int or an int32 tensor of two elements; got {key!r}")
     random = noise.Noise(key, blocking, x.device)
     if spec.needs_key and key is None:
         raise ValueError("this spec rounds stochastically: pass a key (an int or a tensor from make_key)")

@@ -223,9 +223,11 @@ def test_gradients_pass_straight_through(scale, rounding):
     [
         (lambda: fake_quantize(torch.arange(4), QuantSpec()), r"torch.int64"),
         (lambda: fake_quantize([1.0], QuantSpec()), r"got a list; pass a torch.Tensor$"),
+        (lambda: fake_quantize(X.to_sparse(), QuantSpec()), r"only dense .* got torch.sparse_coo; pass x.to_dense"),
         (lambda: fake_quantize(X, SR), "pass a key"),
         (lambda: fake_quantize(X, QuantSpec(scale=STOCHASTIC)), "pass a key"),
         (lambda: fake_quantize(X, SR, -1, torch.tensor(3)), "int32 tensor of two"),
+        (lambda: fake_quantize(X, SR, -1, 3.0), "an int or an int32 tensor of two elements; got 3.0"),
         (lambda: fake_quantize(X[0], QuantSpec(block=(2, 2))), "two axes"),
         (lambda: fake_quantize(torch.tensor(1.0), QuantSpec()), "at least one axis"),
         (lambda: fake_quantize(X, QuantSpec(), 2), "out of range"),
@@ -237,6 +239,10 @@ def test_gradients_pass_straight_through(scale, rounding):
 def test_misuse_is_refused(call, message):
     with pytest.raises(TypeError if "torch" in message else ValueError, match=message):
         call()
+
+
+def test_a_key_may_be_a_number_of_numpy():
+    assert torch.equal(fake_quantize(X, SR, key=np.int64(3)), fake_quantize(X, SR, key=3))
 
 
 def test_stochastic_scales_are_unbiased():
