@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from fp4graph.errors import Error
 from fp4graph.exports.names import is_hugging_face
 
-#: Files of tokenizers and processors that are copied unchanged; a second chat template has a folder.
+#: Files of tokenizers and processors that are copied unchanged; a second chat template or tokenizer has a folder.
 COPIED = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "spiece.*",
-    "chat_template*", "additional_chat_templates/*", "*processor_config.json", "*.tiktoken",
+    "chat_template*", "additional_chat_templates/*", "*tokenizer*/*", "*processor_config.json",
+    "*.tiktoken",
 )  # fmt: skip
 
 

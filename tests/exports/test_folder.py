@@ -62,10 +62,12 @@ def test_sizes_are_those_of_the_formats_arithmetic(kind, under, tmp_path):
 @pytest.mark.long
 def test_the_tokenizer_of_the_folder_is_copied_or_the_argument_is_written(tmp_path):
     llama().save_pretrained(tmp_path / "in")
-    tokenizer().save_pretrained(tmp_path / "in")
+    for name in ("in", "in/qformer_tokenizer"):  # InstructBLIP has a second tokenizer, in a folder inside
+        tokenizer().save_pretrained(tmp_path / name)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "in")
     fp4graph.export(trained(loaded, policy(), 0), tmp_path / "out")
-    assert (tmp_path / "out/tokenizer.json").read_bytes() == (tmp_path / "in/tokenizer.json").read_bytes()
+    for name in ("tokenizer.json", "qformer_tokenizer/tokenizer.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "in" / name).read_bytes()
     assert (tmp_path / "out/generation_config.json").exists()
     fp4graph.export(trained(llama(), policy(), 0), tmp_path / "other", tokenizer=tokenizer())
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "other").vocab_size == 64
