@@ -232,17 +232,12 @@ class _RefuseToLoad(_Hook):
 class PackedWeight:
     """The attribute that replaces a packed weight between calls of its module.
 
-    It has the dtype, shape and device of the parameter. Any other access raises an Error, because code that reads the
-    weight outside a call (merging an adapter, a custom forward) would get wrong results.
+    It has the dtype, shape, layout and device of the parameter. Any other access raises an Error, because code that
+    reads the weight outside a call (merging an adapter, a custom forward) would get wrong results.
     """
 
     def __init__(self, module: nn.Module, unpacking: Unpack) -> None:
         self._module, self._unpacking = module, unpacking
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the bytes."""
-        return self._unpacking.kept(self._module).codes.device
 
     def __getattr__(self, name: str) -> Any:
         # copy and pickle look up dunder names before _unpacking is set, and libraries probe for other attributes.
@@ -250,6 +245,8 @@ class PackedWeight:
             raise AttributeError(name)
         if name in _WITHOUT_VALUES:
             return getattr(self._unpacking.stand_in, name)
+        if name in _OF_DEVICE:
+            return getattr(self._unpacking.kept(self._module).codes, name)
         return self._refuse()
 
     @classmethod
@@ -278,6 +275,10 @@ class PackedWeight:
 
 
 #: The attributes that a :class:`PackedWeight` takes from ``stand_in``, a parameter without data.
-_WITHOUT_VALUES = frozenset(
-    {"dtype", "shape", "ndim", "size", "dim", "numel", "is_floating_point", "is_complex", "requires_grad"}
-)
+_WITHOUT_VALUES = frozenset({
+    "dtype", "itemsize", "element_size", "is_floating_point", "is_complex", "is_signed", "is_quantized",
+    "shape", "ndim", "size", "dim", "numel", "nelement", "ndimension",
+    "layout", "is_sparse", "is_sparse_csr", "is_mkldnn", "is_nested", "requires_grad", "is_leaf", "grad", "grad_fn",
+})  # fmt: skip
+#: The attributes that it takes from the bytes, which are on the device of the parameter.
+_OF_DEVICE = frozenset({"device", "get_device", "is_meta", "is_cpu", "is_cuda", "is_xpu", "is_mps", "is_xla"})

@@ -423,13 +423,17 @@ def reading(values, strict=False):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_packed_weight_has_a_dtype(strict):
+def test_a_packed_weight_has_what_libraries_read(strict):
     plain, net = reading(None, strict), reading(None, strict)
     net.load_state_dict(plain.state_dict())
     fp4graph.pack_frozen(net)
     assert torch.equal(net(X), plain(X))
     assert (net.wo.weight.dtype, net.wo.weight.device.type, *net.wo.weight.shape) == (torch.float32, "cpu", 32, 64)
     assert not hasattr(net.wo.weight, "quant_state")
+    for name in ("layout", "is_sparse", "is_nested", "is_cpu", "is_cuda", "is_meta", "is_leaf", "grad", "itemsize"):
+        assert getattr(net.wo.weight, name) == getattr(plain.wo.weight, name), name
+    for name in ("element_size", "nelement", "ndimension", "get_device", "is_signed"):
+        assert getattr(net.wo.weight, name)() == getattr(plain.wo.weight, name)(), name
 
 
 @pytest.mark.parametrize("read", READS)
