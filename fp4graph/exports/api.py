@@ -84,7 +84,7 @@ def export(
     if sibling_scales not in SIBLING_SCALES:
         raise Error(f"unknown sibling_scales {sibling_scales!r}; {suggest(sibling_scales, SIBLING_SCALES)}")
     root = unwrapped(model)
-    runtime = require_runtime(root, "export")
+    runtime = require_runtime(root, "export").up_to_date()
     with new_folder(target) as folder:
         _write(folder, runtime, layout, sibling_scales, activations, calibration, max_shard_size)
         copy_tokenizer(folder, root, tokenizer)

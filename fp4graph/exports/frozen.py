@@ -62,7 +62,7 @@ def pack_frozen(model: M) -> M:
             The message names weight, rule, file and line, and the remedy. The model is unchanged.
         Error: the model is not applied, or is sharded.
     """
-    runtime = require_runtime(model, "pack_frozen")
+    runtime = require_runtime(model, "pack_frozen").up_to_date()
     later = [(phase.at, runtime.plan_of(index)) for index, phase in enumerate(runtime.policy.phases, 1)][
         runtime.phase :
     ]

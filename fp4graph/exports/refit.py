@@ -80,7 +80,7 @@ def _changed(root: nn.Module, sent: MutableMapping[str, bytes], *, check: bool) 
 
 def _matrices(root: nn.Module, *, check: bool) -> Iterator[PackedMatrix]:
     """Yield all matrices; with ``check``, compare the tensor scales of siblings before they are yielded."""
-    runtime, pending = require_runtime(root, "packed_weights"), list[Fp4Weight]()
+    runtime, pending = require_runtime(root, "packed_weights").up_to_date(), list[Fp4Weight]()
     done: set[str] = set()
     for weight in fp4_weights(runtime, activations=False):
         require_storable(weight)

@@ -114,7 +114,8 @@ def fp4_weights(runtime: Runtime, *, activations: bool = True) -> Iterator[Fp4We
     if (runtime.weights and not used) or current_phase != runtime.phase:
         raise Error(
             "weights are exported as a forward multiplies them, but the model has not been called since the policy was "
-            "applied or its present phase began; call it once, for instance in eval() and under torch.no_grad()"
+            "applied, adapters were merged or its present phase began; call it once, for instance in eval() and "
+            "under torch.no_grad()"
         )
     seen, embedded = set(), _embedded(runtime.root)
     if unused := [weight.name for weight in runtime.weights if not weight.is_captured and weight.is_used]:

@@ -1,12 +1,17 @@
 """PEFT: adapters on a quantized base, their files, and generation through a PeftModel."""
 
+from functools import partial
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import fp4graph
 from fp4graph.model.runtime import runtime_of
+from fp4graph.numerics.noise import make_key
+from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from tests.clients import tiny
+from tests.helpers import oracle
 from tests.helpers.policies import one_rule, quantizer
 from tests.helpers.steps import descend, differences
 
@@ -147,6 +152,31 @@ def test_a_merged_model_is_quantized_as_one_that_never_had_adapters(tmp_path):
     fp4graph.apply(expected, "tetrajet", backend="eager")
     assert torch.equal(logits(merged), logits(expected))
     assert not torch.equal(logits(merged), apart)  # Q(W + BA) is not Q(W) + BA
+
+
+def test_an_export_of_merged_weights_has_their_names_and_quantized_values(tmp_path):
+    """The definition quantizes W + BA, which PEFT computes before the merge."""
+    model = adapted(quantized("tetrajet"))
+    trained(model, model.get_base_model())
+    layers = dict(model.get_base_model().named_modules())
+    sums = {
+        name: (layer.base_layer.weight + layer.get_delta_weight("default")).detach()
+        for name, layer in layers.items()
+        if hasattr(layer, "base_layer") and ".0." in name
+    }
+    merged = model.merge_and_unload()
+    for act in (partial(fp4graph.export, merged, tmp_path / "out"), lambda: list(fp4graph.packed_weights(merged))):
+        with pytest.raises(fp4graph.Error, match=r"has not been called since.*call it once"):
+            act()
+    logits(merged.eval())
+    names = {matrix.name for matrix in fp4graph.packed_weights(merged)}
+    assert sums.keys() <= names
+    assert not any("base_layer" in name for name in names)
+    fp4graph.export(merged, tmp_path / "out")
+    state = fp4graph.load_quantized(tiny.qwen3(), tmp_path / "out").state_dict()
+    spec = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "ceil"), ties="up")
+    for name, weight in sums.items():
+        assert torch.equal(state[f"{name}.weight"], oracle.quantized(weight, spec, make_key(0)))
 
 
 def test_a_module_that_is_trained_beside_the_adapters_joins_too():

@@ -180,7 +180,7 @@ CALLS = {
     "not called": (
         lambda: applied(Net(), "tetrajet"),
         {},
-        r"has not been called since the policy was applied or.*call it once",
+        r"has not been called since the policy was applied.*call it once",
     ),
     "not applied": (Net, {}, r"export\(\) takes a model that fp4graph\.apply has prepared"),
     "nothing quantized": (lambda: called(Net(), "bf16", X), {}, "'bf16' quantizes no weight in fprop"),
