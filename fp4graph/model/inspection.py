@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 from fp4graph.graph.observe import Observation, Recording
 from fp4graph.graph.watch import Watch
@@ -14,11 +16,13 @@ from fp4graph.model.prepare import PhasePlan
 class Inspection:
     """The observation of one phase's forwards: a search for NaN and Inf, or a recording of the sites.
 
+    Calls that Dynamo does not compile run by ``uncompiled``, as they do unobserved; None refuses them.
     ``recording`` sees the sites of forwards with gradients if ``training`` is set, else of forwards without gradients.
     """
 
-    def __init__(self, plan: PhasePlan, dynamic: bool | None) -> None:
-        self._plan, self._dynamic = plan, dynamic
+    def __init__(self, plan: PhasePlan, dynamic: bool | None, uncompiled: Callable[..., Any] | None) -> None:
+        self._capture = partial(Capture, plan, dynamic=dynamic, uncompiled=uncompiled)
+        self._names = plan.names
         self.recording: Recording | None = None
         self.training = True
         self._watched: Capture | None = None
@@ -32,8 +36,8 @@ class Inspection:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Run forwards in this context, and their backwards, node by node; raise NonFiniteError at NaN or Inf."""
-        watch = Watch(self._plan.names)
-        outer, self._watched = self._watched, Capture(self._plan, watch.backend, self._dynamic)
+        watch = Watch(self._names)
+        outer, self._watched = self._watched, self._capture(watch.backend)
         try:
             yield
         finally:
@@ -49,7 +53,7 @@ class Inspection:
             return None
         if self._observed is None:
             observation = Observation(recording)
-            self._observed = observation, Capture(self._plan, observation.backend, self._dynamic)
+            self._observed = observation, self._capture(observation.backend)
         observation, capture = self._observed
         observation.recording = recording
         return capture

@@ -50,16 +50,17 @@ class Runner:
         self, plan: PhasePlan, settings: ApplyOptions, current: CurrentForward, steps: Steps, *, explains: bool
     ) -> None:
         self._plan, self._dynamic, self._current, self._steps = plan, settings.dynamic, current, steps
+        uncompiled = None if settings.strict else self._run_refused
         self.capture = Capture(
             plan,
             inner_backend(settings.backend, settings.compiler),
             settings.dynamic,
             recompile_limit=settings.recompile_limit,
             explains=explains,
-            uncompiled=None if settings.strict else self._run_refused,
+            uncompiled=uncompiled,
         )
         current.uncaptured = None if settings.strict else self._run_uncaptured
-        self.inspection = Inspection(plan, settings.dynamic)
+        self.inspection = Inspection(plan, settings.dynamic, uncompiled)
         self.uncompiled = Uncompiled(plan, current, self.inspection)
         self.checked, self._explains = explains, explains
         self.failure: Error | None = None
@@ -224,7 +225,7 @@ class Runner:
         forward = replace(Forward.of(self._plan.root, name, args, kwargs), call=call)
         result = self.uncompiled.run(forward, self.capture, checked=self._listed)
         # Warn last: Dynamo also leaves to Python a forward that raises an error, which says more than a warning.
-        why = self._refused or cause(full=self.capture.is_full(name))
+        why = self._refused or cause(full=self._running.is_full(name))
         call_name = "this forward" if name == CALL else f"{name}()"
         self.uncompiled.warn(why, f"{call_name} runs uncompiled, with the same quantizers but slower: {why}")
         return result

@@ -108,6 +108,18 @@ def test_a_phase_may_change_techniques_that_hook_the_step(tmp_path):
     assert rows.steps == [2, 6]  # the fourth step, the first of its phase, is not recorded
 
 
+@pytest.mark.filterwarnings("ignore:this forward runs uncompiled")
+def test_a_bare_layer_is_recorded_where_torch_compile_is_off(tmp_path):
+    """The layer is the applied model, so its whole call runs uncompiled."""
+    rows = []
+    for stance in ("default", "force_eager"):
+        torch.manual_seed(0)
+        model = nn.Linear(32, 32)
+        with torch.compiler.set_stance(stance):
+            rows.append(recorded(tmp_path / stance, 4, model=model).rows)
+    assert rows[0] == rows[1] != []
+
+
 def test_a_site_whose_outlier_channels_are_multiplied_apart_is_one_site(tmp_path):
     wait, measure, split = ({"out_control": {"mode": mode}} for mode in ("wait", "measure", "split"))
     recipe = policy(techniques=[wait], phases=[phase(1, measure), phase(2, split)])
