@@ -68,22 +68,24 @@ def quantize(
         got = x.dtype if isinstance(x, torch.Tensor) else f"a {type(x).__name__}; pass a torch.Tensor"
         raise TypeError(f"only floating-point tensors can be quantized; got {got}")
     if x.layout is not torch.strided or x.is_nested:
-        got = "a nested tensor; pass its values" if x.is_nested else f"{x.layout}; pass x.to_dense()"
-        raise TypeError(f"only dense tensors can be quantized; got {got}")
+        layout = "a nested tensor; pass its values" if x.is_nested else f"{x.layout}; pass x.to_dense()"
+        raise TypeError(f"only dense tensors can be quantized; got {layout}")
     blocking = Blocking(tuple(x.shape), spec.block, dim)
-    if isinstance(key, torch.Tensor):
-        if key.dtype is not torch.int32 or key.shape != (2,):
-            raise ValueError(f"a key is an int32 tensor of two elements; got {key.dtype} {list(key.shape)}")
-    elif isinstance(key, numbers.Integral):
+    if isinstance(key, int | numbers.Integral):  # of NumPy, for example
         key = noise.make_key(int(key), device=x.device)
-    elif key is not None:
-        raise ValueError(f"a key is an int or an int32 tensor of two elements; got {key!r}")
+    elif key is not None and not _is_key(key):
+        shown = f"{key.dtype} {list(key.shape)}" if isinstance(key, torch.Tensor) else repr(key)
+        raise ValueError(f"a key is an int or an int32 tensor of two elements; got {shown}")
     random = noise.Noise(key, blocking, x.device)
     if spec.needs_key and key is None:
         raise ValueError("this spec rounds stochastically: pass a key (an int or a tensor from make_key)")
     values = blocking.split(x.detach()).to(torch.float32)
     scale = block_scale(amax(values, blocking.axes), spec.scale, spec.element, random)
     return blocking, round_elements(ratio(values, scale, spec), spec, random), scale
+
+
+def _is_key(key: object) -> bool:
+    return isinstance(key, torch.Tensor) and key.dtype is torch.int32 and key.shape == (2,)
 
 
 def round_elements(u: Tensor, spec: QuantSpec, noise: Noise) -> Tensor:
