@@ -18,22 +18,23 @@ from fp4graph.technique import Quantization
 from fp4graph.technique.operands import Operand
 
 
-def quantize(weight: Weight, w: Tensor, step: Tensor) -> Tensor:
+def quantize(weight: Weight, w: Tensor, step: Tensor, autocast: torch.dtype | None = None) -> Tensor:
     """Quantize ``w`` (in stored layout) as fprop does in the graph; return dequantized values of its shape and dtype.
 
+    ``autocast`` is the dtype of the training's autocast, None without it.
     If products multiply with parts of ``w``, blocks and tensor scales are nevertheless those of the whole ``w``;
     :meth:`Weight.settle` refuses techniques that would act on such values.
     A sharded ``w`` is gathered first, because blocks and tensor scales reach across shards.
     """
     assert weight.plan.program is not None
     fprop = weight.plan.program.fprop
-    canonical = matrix(weight, w)
+    canonical = cast(weight, matrix(weight, w), autocast)
     draw = Draw(weight.key, step.to(weight.key.device)) if weight.plan.program.draws else None
     if (score := _score(weight)) is not None:
         result = quantized_weight(weight.plan.program, canonical, draw, score).to(w.dtype)
         return like(result.mT if weight.stored_transposed else result, w)
     rotation = fprop.rotate(canonical, canonical, operand_draw(draw, Operand.FPROP_INPUT))
-    entries = fprop_state(weight, lambda entry: rotation.apply(entry, "right"))
+    entries = fprop_state(weight, lambda entry: rotation.apply(entry, "right"), canonical.dtype)
     segments = Segments(0, w.shape[0]) if weight.view.op == "grouped" else None
     terms = fprop.right(rotation.right, operand_draw(draw, Operand.FPROP_WEIGHT), entries, segments)
     result = rotation.undo(total(terms), "right").to(w.dtype)
@@ -47,6 +48,15 @@ def matrix(weight: Weight, x: Tensor) -> Tensor:
     """
     canonical = weight.canonical(x)
     return canonical.flatten(1) if weight.view.op == "conv" else canonical
+
+
+def cast(weight: Weight, w: Tensor, autocast: torch.dtype | None) -> Tensor:
+    """Return ``w`` in the dtype that the weight's quantizer takes under autocast to ``autocast``, None without it."""
+    program = weight.plan.program
+    from_master = program is not None and program.fprop.right.from_master
+    if autocast is None or not weight.autocast or from_master or w.dtype is torch.float64:
+        return w
+    return w.to(autocast)
 
 
 def quantization(weight: Weight, step: Tensor) -> Quantization:

@@ -47,11 +47,13 @@ def make(policy_, model=None):
     return model, fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 
 
-def steps(model, optimizer, count, batches=1, start=0, shape=(8, 32)):
+def steps(model, optimizer, count, batches=1, start=0, shape=(8, 32), autocast=False):
     for step in range(start, start + count):
         generator = torch.Generator().manual_seed(step)
         for _ in range(batches):
-            model(torch.randn(*shape, generator=generator)).square().mean().backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = model(torch.randn(*shape, generator=generator)).square().mean()
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -214,13 +216,16 @@ class Convolution(nn.Conv2d):
         return super().forward(x.view(-1, 2, 4, 4))
 
 
-@pytest.mark.parametrize("case", ["plain", "q_ema", "a list of elements", "a convolution"])
+@pytest.mark.parametrize(
+    "case",
+    ["plain", "autocast", "autocast, rotated", "autocast, from master", "q_ema", "a list of elements", "a convolution"],
+)
 def test_oscillation_in_loops(case, tmp_path):
     """The paths of w and Q(w) over the window are kept beside the training, element by element."""
-    several = case == "a list of elements"
+    several, autocast, master = case == "a list of elements", case.startswith("autocast"), case.endswith("from master")
     layer = Convolution() if case == "a convolution" else nn.Linear(32, 24)
-    operands = {"fprop.weight": {"element": ["e2m1", "int4"]}} if several else {}
-    techniques = [{"q_ema": {"beta": 0.9}}] if case == "q_ema" else []
+    operands = {"fprop.weight": {"element": ["e2m1", "int4"]} if several else {"from_master": master}}
+    techniques = {"q_ema": [{"q_ema": {"beta": 0.9}}], "autocast, rotated": [{"hadamard": {"block": 16}}]}.get(case, [])
     recipe = policy(techniques=techniques, **operands)
     recipe["rules"][0]["match"] = {"op": "conv" if case == "a convolution" else "linear"}
     model, optimizer = make(recipe, layer)
@@ -228,11 +233,12 @@ def test_oscillation_in_loops(case, tmp_path):
     options = {"window": 6, "window_every": 25, "metrics": ["oscillation", "flips", "rate_of_change"]}
     with Statistics(model, optimizer, every=5, directory=tmp_path, sample=None, **options):
         for step in range(25):
-            steps(model, optimizer, 1, start=step)
+            steps(model, optimizer, 1, start=step, autocast=autocast)
             runtime = runtime_of(model)
             weight = model.weight.detach().clone()
             w.append(weight.flatten(1))
-            q.append(quantize(runtime.weights[0], weight, runtime.step).flatten(1))
+            multiplied = weight.bfloat16() if autocast and not master else weight
+            q.append(quantize(runtime.weights[0], multiplied, runtime.step).float().flatten(1))
     w, q = torch.stack(w[18:25]).double().numpy(), torch.stack(q[18:25]).double().numpy()
     moved, moved_q = np.abs(np.diff(w, axis=0)).sum(0), np.abs(np.diff(q, axis=0)).sum(0)
     ratio = np.divide(moved_q, moved, out=np.where(moved_q > 0, np.inf, 0.0), where=moved > 0)

@@ -210,7 +210,7 @@ class Statistics:
 
     def _follow(self) -> None:
         for moving in self._moving:
-            moving.advance(self._runtime.step)
+            moving.advance(self._runtime.step, self._runtime.autocast)
         self._left -= 1
         if self._left <= self.PROBED and self._probe is not None and "rate_of_change" in self._metrics:
             self._run_probe()

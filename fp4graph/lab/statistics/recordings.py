@@ -161,10 +161,10 @@ class Moving:
         self._path: list[Tensor] = []
 
     @torch.no_grad()
-    def advance(self, step: Tensor) -> None:
-        """Measure the movement since the last call; ``step`` is the step tensor of the latest forward."""
+    def advance(self, step: Tensor, autocast: torch.dtype | None) -> None:
+        """Measure the movement since the last call; ``step`` and ``autocast`` are those of the latest forward."""
         now = self._sampled(self._weight.parameter)
-        q = self._quantized(now, step)
+        q = self._quantized(now, step, autocast).to(now.dtype)
         if self._last is not None:
             last, last_q = self._last
             self._moved, self._moved_q = self._moved + (now - last).abs(), self._moved_q + (q - last_q).abs()
@@ -174,13 +174,16 @@ class Moving:
         self._last = now, q
         self._path.append(torch.stack([now.flatten()[:FOLLOWED], q.flatten()[:FOLLOWED]]))
 
-    def _quantized(self, now: Tensor, step: Tensor) -> Tensor:
+    def _quantized(self, now: Tensor, step: Tensor, autocast: torch.dtype | None) -> Tensor:
         """Return the sampled lines quantized as the graph does it, in the weight's basis."""
         if self._spec is None:
             return now
         if self._program is not None:
-            return total(self._program(now, None, weight_quantizer.fprop_state(self._weight, self._selection.of)))
-        return self._sampled(weight_quantizer.quantize(self._weight, self._weight.parameter, step))
+            x = weight_quantizer.cast(self._weight, now, autocast)
+            return total(
+                self._program(x, None, weight_quantizer.fprop_state(self._weight, self._selection.of, x.dtype))
+            )
+        return self._sampled(weight_quantizer.quantize(self._weight, self._weight.parameter, step, autocast))
 
     def _sampled(self, w: Tensor) -> Tensor:
         return self._selection.of(weight_quantizer.matrix(self._weight, w.detach()))
