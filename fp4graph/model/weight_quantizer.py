@@ -59,14 +59,17 @@ def cast(weight: Weight, w: Tensor, autocast: torch.dtype | None) -> Tensor:
     return w.to(autocast)
 
 
-def quantization(weight: Weight, step: Tensor) -> Quantization:
-    """Return the elements, scales and statistics of a linear or grouped weight ``[..., N, K]`` in fprop."""
+def quantization(weight: Weight, step: Tensor, autocast: torch.dtype | None) -> Quantization:
+    """Return the elements, scales and statistics of a linear or grouped weight ``[..., N, K]`` in fprop.
+
+    ``autocast`` is that of :func:`quantize`.
+    """
     assert weight.plan.program is not None
     draw = Draw(weight.key, step.to(weight.key.device)) if weight.plan.program.draws else None
     segments = Segments(0, weight.parameter.shape[0]) if weight.view.op == "grouped" else None
-    entries = fprop_state(weight, lambda entry: entry)
-    quantizer, w = weight.plan.program.fprop.right, weight.canonical(weight.parameter)
-    return quantizer.quantize(w, operand_draw(draw, Operand.FPROP_WEIGHT), entries, segments)
+    w = cast(weight, weight.canonical(weight.parameter), autocast)
+    entries = fprop_state(weight, lambda entry: entry, w.dtype)
+    return weight.plan.program.fprop.right.quantize(w, operand_draw(draw, Operand.FPROP_WEIGHT), entries, segments)
 
 
 def _score(weight: Weight) -> Tensor | None:

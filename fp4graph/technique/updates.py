@@ -26,9 +26,9 @@ class WeightUpdate:
         memory: the tensors that the technique keeps for the weight in the optimizer's state, by name.
         optimizer, group: the user's optimizer, and the parameter group that holds the weight.
         quantize: the operand program of ``fprop.weight`` outside the graph: returns the dequantized values of a tensor
-            of the weight's shape.
+            of the weight's shape, which is cast first if autocast casts the weight in the forward.
         quantization: returns fprop's quantization of the weight, gathered if the weight is sharded; its ``values`` are
-            the blocked layout of ``canonical(parameter)`` divided by γ.
+            the blocked layout of ``canonical(parameter)``, cast by autocast as in the forward, divided by γ.
         canonical: returns a tensor of the weight's layout and sharding as ``[..., N, K]``, gathered.
         stored: the inverse of ``canonical``.
         scratch: the technique's own dict, kept from before the step until after it.

@@ -69,6 +69,20 @@ def test_bf16_weights_get_the_term_rounded_once():
     assert torch.equal(applied.weight.grad, (grad.float() + term).bfloat16())
 
 
+@pytest.mark.parametrize("master", [False, True])
+def test_under_autocast_q_is_the_value_that_the_forward_multiplies(master):
+    applied, optimizer = prepared({"strength": 0.3}, operands={"fprop.weight": {"from_master": master}})
+    with torch.autocast("cpu", torch.bfloat16):
+        applied(torch.zeros(8, 64)).sum().backward()
+    with torch.no_grad():  # 2.499 in bf16 is 2.5, a tie, which goes up
+        applied.weight.fill_(0.5)[:, :2] = torch.tensor([6.0, 2.499])
+    w = applied.weight.detach().clone()
+    step(applied, optimizer, torch.zeros(6, 64))
+    q = fp4graph.fake_quantize(w if master else w.bfloat16().float(), SPEC_TIES_UP)
+    assert torch.equal(applied.weight.grad, 0.6 * (w - q))
+    assert q[0, 1] == (2 if master else 3)
+
+
 def test_the_term_is_added_after_unscaling_and_clipping():
     applied, optimizer = prepared({"strength": 0.1})
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
