@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import nn
 
 import fp4graph
@@ -251,6 +252,13 @@ def test_rules_on_blocks_become_rules_on_the_modules_of_the_given_blocks_in_phas
     assert all(rule.match.block is None and rule.match.op == ("linear",) for rule in result.rules)
     assert result.phases[0].policy.rules[0].match.module == ("a.0.*", "mid.*", "b.0.*")
     assert result.rules[2].specs == policy.rules[2].specs
+    nowhere = {"name": "both", "match": {"first_blocks": 1, "last_blocks": 1}, "keep": "sensitive"}
+    policy = fp4graph.load_policy({"version": 1, "rules": [{**nowhere, "required": False}, rules[2]]})
+    result = placed(policy, ["a.0", "mid", "b.0"])
+    assert [rule.name for rule in result.rules] == ["rest"]
+    assert fp4graph.load_policy(yaml.safe_load(result.to_yaml())).rules == result.rules
+    with pytest.raises(fp4graph.PolicyError, match=r"rule 'both': no block is both .* this task's 3 blocks"):
+        placed(fp4graph.load_policy({"version": 1, "rules": [nowhere, rules[2]]}), ["a.0", "mid", "b.0"])
     head = fp4graph.load_policy(one_rule(match={"block": False}, default="keep"))
     with pytest.raises(fp4graph.PolicyError, match=r"rule 'all': .*neither block: false"):
         placed(head, ["a.0"])

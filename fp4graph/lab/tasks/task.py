@@ -148,17 +148,18 @@ class Task:
 def placed(policy: Policy, blocks: Sequence[str]) -> Policy:
     """Return ``policy`` with each rule's ``block``, ``first_blocks`` and ``last_blocks`` replaced by module names.
 
-    ``blocks`` are :attr:`Problem.blocks`, in the order in which they run.
+    ``blocks`` are :attr:`Problem.blocks`, in the order in which they run. A rule that holds in no block is left out.
 
     Raises:
-        PolicyError: a rule also has ``module``, or has ``block: false``, which a list of modules cannot express.
+        PolicyError: a rule also has ``module``, or has ``block: false``, which a list of modules cannot express; or a
+            required rule holds in no block.
     """
-    rules = tuple(_placed(rule, blocks) for rule in policy.rules)
+    rules = tuple(each for rule in policy.rules if (each := _placed(rule, blocks)) is not None)
     phases = tuple(replace(phase, policy=placed(phase.policy, blocks)) for phase in policy.phases)
     return replace(policy, rules=rules, phases=phases)
 
 
-def _placed(rule: Rule, blocks: Sequence[str]) -> Rule:
+def _placed(rule: Rule, blocks: Sequence[str]) -> Rule | None:
     match = rule.match
     if match.block is None and match.first_blocks is None and match.last_blocks is None:
         return rule
@@ -169,5 +170,12 @@ def _placed(rule: Rule, blocks: Sequence[str]) -> Rule:
         )
     first, last = match.first_of(len(blocks)), match.last_of(len(blocks))
     names = tuple(f"{name}.*" for name in blocks[max(0, len(blocks) - last) : first])
+    if not names and rule.required:
+        raise rule.error(
+            f"no block is both in first_blocks and in last_blocks of this task's {len(blocks)} blocks; for either, "
+            "write two rules, or set required: false"
+        )
+    if not names:
+        return None
     update = {"module": names, "block": None, "first_blocks": None, "last_blocks": None}
     return replace(rule, match=match.model_copy(update=update))
