@@ -12,6 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fp4graph import torch_internals
+from fp4graph.errors import Error
 from fp4graph.ops.observe import ObservedOperand, observed
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
@@ -97,14 +99,19 @@ class BackwardEstimate(_Estimate):
     def begin(self, *, stepped: bool = False) -> None:
         """Begin the forward of another batch; with ``stepped``, of the same batch after the step."""
         self._calls, self._stepped = Counter[str](), stepped
+        self._ungraded: defaultdict[str, list[int]] = defaultdict(list)  # a reentrant checkpoint repeats these calls
         if not stepped:
             self._errors: dict[tuple[str, int], list[tuple[int, Tensor, Tensor]]] = {}
 
     def __call__(
         self, site: str, a: Tensor, b: Tensor, quantized: Callable[[], Tensor], exact: Callable[[], Tensor]
     ) -> Tensor:
-        call = site, self._calls[site]
+        call, ungraded = (site, self._calls[site]), self._ungraded[site]
         self._calls[site] += 1
+        if not torch.is_grad_enabled():
+            ungraded.append(call[1])
+        elif ungraded and torch_internals.backward_id() >= 0:
+            call = site, ungraded[0]
         y = exact()
         if self._stepped:
             for place, error, before in self._errors.get(call, ()):
@@ -118,6 +125,11 @@ class BackwardEstimate(_Estimate):
         kept = [(place, x.detach().clone()) for place, x in factors]
 
         def add(gradient: Tensor) -> None:
+            if call[1] in ungraded and ungraded[1:]:
+                raise Error(
+                    f"{site} runs {len(ungraded)} times in checkpoints with use_reentrant=True, and which of these a "
+                    "backward repeats is unknown; use_reentrant=False, or no checkpoint, allows its estimate"
+                )
             plain, noisy = (torch.autograd.grad(output, edges, gradient) for output in outputs)
             self._errors[call] = [
                 (place, q.double() - g.double(), x) for (place, x), g, q in zip(kept, plain, noisy, strict=True)

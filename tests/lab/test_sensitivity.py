@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fp4graph
 from fp4graph.lab.sensitivity import Score, Sensitivity
@@ -23,6 +24,8 @@ QUANTIZE = {"element": "e2m1", "block": 16, "scale": {"format": "e8m0"}}
 POLICY = {"version": 1, "name": "fp4", "default": QUANTIZE}
 FIRST = {"version": 1, "name": "fp4-first", "rules": [{"name": "a", "match": {"module": "0"}, "quantize": QUANTIZE}]}
 SITES = ("0", "2", "4")
+#: Layers of a checkpointed model, whose middle ones may run several times; an empty row is an activation.
+SIZES = ((32, 48), (), (48, 48), (), (48, 16))
 Q1, Q2, Q3, Q4, Q5, Q6 = Operand
 SPEC = fp4graph.load_policy(POLICY).default.specs[Q1]
 
@@ -158,6 +161,34 @@ def test_the_estimate_of_a_step_is_exact_in_the_limit_of_small_steps(between):
     for score in steps:
         assert (score.increase == 0) == (score.unit == "0, dgrad")
         assert score.estimate == pytest.approx(score.increase, rel=1e-3)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, layers, reentrant, times):
+        super().__init__()
+        self.layers, self.reentrant, self.times = layers, reentrant, times
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        for _ in range(self.times):
+            middle = self.layers[1:4]
+            x = middle(x) if self.reentrant is None else checkpoint(middle, x, use_reentrant=self.reentrant)
+        return self.layers[4](x)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_changes_no_estimate():
+    def estimates(reentrant, times=1):
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(*size) if size else nn.GELU() for size in SIZES))
+        model, batch = Checkpointed(layers, reentrant, times), (torch.randn(16, 32), torch.randn(16, 16))
+        options = {"by": ("site", "gemm"), "exact": False}
+        return [score.estimate for score in fp4graph.sensitivity(model, loss, [batch], POLICY, **options).scores]
+
+    assert all(estimates(None)[3:])
+    assert estimates(None) == estimates(False) == estimates(True)
+    with pytest.raises(fp4graph.Error, match="runs 2 times in checkpoints with use_reentrant=True"):
+        estimates(True, times=2)
 
 
 @pytest.mark.slow
