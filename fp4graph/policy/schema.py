@@ -228,7 +228,9 @@ class PolicySection(Section):
     """A policy file."""
 
     version: StrictInt = Field(description="Version of the language: 1.", json_schema_extra={"const": VERSION})
-    name: Name | None = Field(None, description="Name of the policy; the file's by default.")
+    name: Name | None = Field(
+        None, description="Name of the policy; the file's by default.", json_schema_extra={"pattern": r"^[^/\\]*$"}
+    )
     extends: Text | None = Field(None, description="The policy that this one changes: a shipped name or a path.")
     description: Annotated[str, Field(strict=True)] = Field("", description="One line for reports.")
     default: _Default | None = Field(
@@ -247,3 +249,10 @@ class PolicySection(Section):
         if version != VERSION:
             raise ValueError(f"policy version {version} is not supported; this fp4graph reads version {VERSION}")
         return version
+
+    @field_validator("name")
+    @classmethod
+    def _in_a_folder(cls, name: str | None) -> str | None:
+        if name is not None and {"/", "\\"} & {*name}:  # folders of runs have the policy's name
+            raise ValueError(f"{name!r} has a slash, and folders and files get the policy's name; use - instead")
+        return name

@@ -47,6 +47,8 @@ REFUSED = {
     on: x #! | True | quote it
     rulez: [] #! | unknown key 'rulez' | did you mean 'rules'?
     name: #!↵default: keep | name must have a value
+    name: a/../../../b #!↵default: {} | 'a/../../../b' has a slash | use - instead
+    name: 'a\b' #!↵default: {} | has a slash
     extends: [a, b] #! | extends must be text
     extends: tetrajett #! | 'tetrajett' | did you mean the shipped policy 'tetrajet'?
     extends: nowhere/p.yaml #! | nowhere/p.yaml | is not a file

@@ -63,7 +63,9 @@ QUANTIZE = optional(
 )
 OPERANDS = st.dictionaries(st.sampled_from(sorted(ADDRESSES)), st.just("keep") | QUANTIZE, max_size=4)
 SOURCES = st.sampled_from([{}, {"dgrad.weight": {"source": "fprop"}}])
-TEXT = st.text(st.characters(codec="utf-8", categories=["L", "N", "P", "S"]), min_size=1, max_size=12)
+LETTERS: dict[str, Any] = {"codec": "utf-8", "categories": ["L", "N", "P", "S"]}
+TEXT = st.text(st.characters(**LETTERS), min_size=1, max_size=12)
+TITLE = st.text(st.characters(**LETTERS, exclude_characters="/\\"), min_size=1, max_size=12)
 BOUNDS = st.integers(0, 4096) | st.sampled_from([{"min": 3}, {"max": 9, "multiple_of": 4}, {"min": 5, "max": 5}])
 MATCH = optional(
     op=st.sampled_from(["linear", "sdpa", ["linear", "matmul"], ["matmul"]]),
@@ -89,7 +91,7 @@ KEEPING = st.fixed_dictionaries({"match": MATCH, "keep": TEXT}, optional={"requi
 POLICIES = st.fixed_dictionaries(
     {"version": st.just(1), "default": st.just("keep") | QUANTIZE},
     optional={
-        "name": TEXT,
+        "name": TITLE,
         "description": TEXT,
         "rules": st.lists(QUANTIZING | KEEPING, max_size=3),
         "techniques": TECHNIQUES,
