@@ -268,10 +268,12 @@ class Planner:
             return None
         occurrence = self._occurrences[str(view.module)]
         self._occurrences[str(view.module)] += 1
+        weight = None
         if found.has_weight and found.owner is not None:
             transposed = found.product.by_columns != transposes(found.views)
             part = shown_part(found.views, found.product.b, found.product.by_columns, transposed)
-            self.uses.append(WeightUse(*found.owner, view, decision, transposed, part, found.product.autocast))
+            self.uses.append(use := WeightUse(*found.owner, view, decision, transposed, part, found.product.autocast))
+            weight = use.parameter, part
         plan = NOTHING
         if rule.quantizes:
             plan = plan_once(view, rule, training=found.marked is None or found.marked.marker.training)
@@ -294,7 +296,7 @@ class Planner:
         lowered = None if plan.program is None else _lowered(found.product, plan.program)
         more: dict[str, Any] = {"exact": exact, "apart_channels": count, "apart": specs}
         more["techniques"] = tuple(technique.name for technique in rule.techniques) if quantized else ()
-        site = Site(view.module, view.op, *facts, **more, program=plan.program, lowered=lowered)
+        site = Site(view.module, view.op, *facts, **more, weight=weight, program=plan.program, lowered=lowered)
         self.sites.append(site)
         return PlannedSite(found, plan, occurrence) if quantized else None
 

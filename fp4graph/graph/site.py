@@ -42,6 +42,8 @@ class Site:
         apart: the specs of these channels in fprop and wgrad; ``operands`` has the specs of the other channels. dgrad
             multiplies all channels together.
         techniques: the names of the rule's techniques, in the policy's order; empty where nothing is quantized.
+        weight: the name, in its owner, of the parameter that is the second factor, and the rows and columns of it that
+            are multiplied, as in :class:`WeightUse`; None where the factor is no parameter with a known owner.
         program: what is computed in place of the product; None where nothing is quantized.
         lowered: computes :attr:`schedule` on demand; None where nothing is quantized.
     """
@@ -61,6 +63,7 @@ class Site:
     apart_channels: int = 0
     apart: Mapping[Operand, QuantSpec | None] = field(default_factory=dict)
     techniques: tuple[str, ...] = ()
+    weight: tuple[str, tuple[range, range] | None] | None = None
     program: MatmulProgram | None = field(default=None, repr=False, compare=False)
     lowered: Callable[[], Schedule] | None = field(default=None, repr=False, compare=False)
 

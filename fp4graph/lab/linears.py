@@ -125,12 +125,12 @@ def fp4_flops(sites: Sequence[Site]) -> float | None:
 
 def bits_per_weight(sites: Sequence[Site]) -> float | None:
     """Return the mean bits per weight, scales included, over the weights in matrix products; None without weights."""
-    weights: dict[tuple[Any, ...], tuple[int, float]] = {}
+    weights: dict[tuple[Any, ...], tuple[int, float]] = {}  # a layer that is called twice has one weight
     for site in sites:
         if site.op in ("linear", "grouped") and all(isinstance(size, int) for size in site.shapes[1]):
             shape = [int(size) for size in site.shapes[1]]
             row = shape[-1 if site.op == "linear" else -2]
             bits = bits_per_element(site.operands.get(Operand.FPROP_WEIGHT), row)
-            weights[site.module, site.shapes[1]] = math.prod(shape), bits
+            weights[site.module, site.weight, site.shapes[1]] = math.prod(shape), bits
     total = sum(size for size, _ in weights.values())
     return sum(size * bits for size, bits in weights.values()) / total if total else None

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import fp4graph
 from fp4graph.lab.candidates import Candidates, solve, total
-from fp4graph.lab.linears import bits_per_element, call_of, fp4_flops, groups_of
+from fp4graph.lab.linears import bits_per_element, bits_per_weight, call_of, fp4_flops, groups_of
 from fp4graph.lab.policy_writer import Treatment, written
 from fp4graph.lab.search import search
 from fp4graph.lab.sensitivity import Score
@@ -222,6 +222,39 @@ def test_bits_per_element_count_the_scales():
     }  # fmt: skip
     assert [bits_per_element(spec, 64) for spec in specs.values()] == [*specs]
     assert bits_per_element(None, 64) == 16
+
+
+class Raw(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.twice = nn.Parameter(torch.randn(32, 32)), nn.Parameter(torch.randn(32, 32)), Twice()
+
+    def forward(self, x):
+        return self.twice(x @ self.a.T + x @ self.b.T)
+
+
+class Twice(nn.Linear):
+    def __init__(self):
+        super().__init__(32, 32)
+
+    def forward(self, x):
+        return super().forward(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "high", "bits"),
+    [
+        (Raw(), [(4, 32)], "twice", (2 * 4.25 + 16) / 3),
+        (nn.MultiheadAttention(32, 2, batch_first=True), [(2, 4, 32)] * 3, "out_proj", (3 * 4.25 + 16) / 4),
+        (nn.MultiheadAttention(32, 2, kdim=32, vdim=32), [(2, 4, 32)] * 3, "out_proj", (3 * 4.25 + 16) / 4),
+    ],
+    ids=["raw parameters", "one parameter", "three parameters"],
+)
+def test_matrices_of_one_shape_in_one_module_all_count_and_each_once(model, inputs, high, bits):
+    rules = [{"match": {"module": high}, "keep": "high"}, {"match": {"op": "linear"}, "quantize": {"block": 32}}]
+    inputs = tuple(map(torch.randn, inputs))
+    sites = fp4graph.explain(model, {"version": 1, "rules": rules}, inputs).sites
+    assert bits_per_weight(sites) == pytest.approx(bits)
 
 
 @pytest.mark.long
