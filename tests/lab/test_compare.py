@@ -707,6 +707,15 @@ def test_a_training_with_settings_has_one_name_in_all_processes(tmp_path, monkey
     assert fp4graph.compare(again, "tetrajet", seeds=1, timing=False, statistics=0).runs == result.runs
 
 
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
+def test_whatever_ends_a_timed_training_is_raised(error):
+    def train(policy, seed, log):
+        raise error("done")
+
+    with pytest.raises(error, match="done"):
+        timed(train)
+
+
 def test_times_are_those_of_the_default_device():
     devices = []
     with torch.device("meta"):

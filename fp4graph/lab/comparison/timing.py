@@ -63,7 +63,7 @@ class _Training(threading.Thread):
     def __init__(self, train: Train, policy: Policy, seed: int) -> None:
         super().__init__(daemon=True)
         self._train, self._policy, self._seed = train, policy, seed
-        self._asked, self._done = SimpleQueue[int](), SimpleQueue[float | Exception | None]()
+        self._asked, self._done = SimpleQueue[int](), SimpleQueue[float | BaseException | None]()
         self._ends, self._count = False, 0
         self._intervals: list[float] = []
         self._last: tuple[int, float] | None = None
@@ -74,7 +74,7 @@ class _Training(threading.Thread):
         """Let the training log ``count`` intervals; return their median in seconds per step, or None at its end."""
         self._asked.put(count)
         seconds = self._done.get()
-        if isinstance(seconds, Exception):
+        if isinstance(seconds, BaseException):
             raise seconds
         return seconds
 
@@ -94,7 +94,7 @@ class _Training(threading.Thread):
                     call(self._train, self._policy, self._seed, Log(Path(folder), self._look))
         except Stop:
             pass
-        except Exception as raised:  # noqa: BLE001  # raised again by turn()
+        except BaseException as raised:  # noqa: BLE001  # raised again by turn(); sys.exit() too must end the wait
             error = raised
         self._done.put(error)
 
