@@ -685,6 +685,9 @@ def test_a_training_that_sets_one_seed_for_all_is_noted(compare, train, noted):
 
 
 class Training:
+    def __init__(self, *layers):
+        self.layers = layers
+
     def __call__(self, policy, seed, log):
         return loop(policy, seed, log)
 
@@ -705,6 +708,14 @@ def test_a_training_with_settings_has_one_name_in_all_processes(tmp_path, monkey
     result = fp4graph.compare(first, "tetrajet", seeds=1, timing=False, statistics=0)
     assert (result.name, result.folder) == (title, tmp_path / "runs" / f"compare-{title}")
     assert fp4graph.compare(again, "tetrajet", seeds=1, timing=False, statistics=0).runs == result.runs
+
+
+@pytest.mark.parametrize("wrap", [lambda train: train, functools.partial], ids=["alone", "partial"])
+def test_the_settings_of_an_object_are_part_of_its_training(compare, wrap):
+    runs = compare(wrap(Training(1, nn.GELU())), "tetrajet", seeds=1).runs
+    assert compare(wrap(Training(1, nn.GELU())), "tetrajet", seeds=1).runs == runs
+    with pytest.raises(Error, match="before its source or its settings were changed"):
+        compare(wrap(Training(2, nn.GELU())), "tetrajet", seeds=1)
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])

@@ -60,9 +60,15 @@ def title_of(train: Callable[..., Any]) -> str:
 
 
 def source_of(train: Callable[..., Any]) -> str | None:
-    """Return a digest of a function's source, or of a dataclass's settings; None if neither is available."""
+    """Return a digest of a function's source, or of an object's settings; None if neither is available."""
+    func = getattr(train, "func", train)
     try:
-        source = repr(train) if is_dataclass(train) else inspect.getsource(getattr(train, "func", train))
+        if is_dataclass(train):
+            source = repr(train)
+        elif hasattr(func, "__qualname__"):
+            source = inspect.getsource(func)
+        else:
+            source = _ADDRESS.sub("", repr(vars(func)))
     except (OSError, TypeError):
         return None
     return hashlib.sha256(source.encode()).hexdigest()[:16]
