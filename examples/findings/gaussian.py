@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import torch
 import typer
 import yaml
-from finished import finished, markdown
+from finished import DIVERGED, finished, markdown
 
 import fp4graph
 from fp4graph.lab.runs.train import Run, train
@@ -103,6 +103,9 @@ def table(results: dict[tuple[Any, ...], Any], seeds: int) -> str:
             for dtype in DTYPES:
                 runs = [results[row.label, optimizer, dtype, seed] for seed in range(seeds)]
                 losses = [run["outcome"]["validation_loss"] for run in runs]
+                if None in losses:
+                    cells.append(DIVERGED)
+                    continue
                 spread = f" ± {statistics.stdev(losses):.2g}" if len(losses) > 1 else ""
                 cells.append(f"{statistics.fmean(losses):.3g}{spread}")
             paper = f"{row.paper[optimizer]:g}" if optimizer in row.paper else ""

@@ -9,6 +9,7 @@ trainings.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from fp4graph.errors import Error
 from fp4graph.files import read_json, write
 from fp4graph.lab.runs.train import Run, train
 from fp4graph.lab.variants import variants
@@ -48,9 +50,18 @@ def reached(losses: Curve, target: float) -> float | None:
 
 def comparison(name: str, curves: dict[str, list[Curve]]) -> Table:
     """Return a table of each variant's curves, a curve per seed. The target is a loss that all mean curves reach."""
+    steps = max(len(losses) for each in curves.values() for losses in each)
+    lost = {
+        variant
+        for variant, each in curves.items()
+        if any(len(losses) < steps or not math.isfinite(losses[-1][1]) for losses in each)
+    }
+    if "none" in lost:
+        raise Error(f"{name} diverged with nothing quantized, so nothing compares with it; lower its learning rate")
     means = {
         variant: [(points[0][0], statistics.fmean(loss for _, loss in points)) for points in zip(*each, strict=True)]
         for variant, each in curves.items()
+        if variant not in lost
     }
     target = max(min(loss for _, loss in mean) for mean in means.values())
     base = reached(means["none"], target) or 1.0
@@ -59,6 +70,9 @@ def comparison(name: str, curves: dict[str, list[Curve]]) -> Table:
     for column in ("quantized", "final loss", "± sd", "excess over none", "± sd", "step to target", "extra"):
         table.add_column(column, justify="left" if column == "quantized" else "right")
     for variant, each in curves.items():
+        if variant in lost:
+            table.add_row(variant, *["diverged"] * 6)
+            continue
         finals = [losses[-1][1] for losses in each]
         excess = [final - losses[-1][1] for final, losses in zip(finals, curves["none"], strict=True)]
         pairs = ((statistics.fmean(x), statistics.stdev(x) if x[1:] else 0.0) for x in (finals, excess))

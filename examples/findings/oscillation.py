@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from finished import finished, markdown
+from finished import DIVERGED, finished, markdown
 
 from fp4graph.lab import Statistics, read
 from fp4graph.lab.runs.train import Run, train
@@ -46,7 +46,7 @@ COLUMNS = ("oscillating", "flips", "rate_of_change", "quantized_rate_of_change")
 
 
 def measure(policy: Any, seed: int) -> dict[str, float]:
-    """Return means over the sites, in the last window and the last record."""
+    """Return means over the sites, in the last window and the last record; nothing if the training diverged."""
     with tempfile.TemporaryDirectory() as directory:
 
         def watch(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Statistics:
@@ -56,6 +56,8 @@ def measure(policy: Any, seed: int) -> dict[str, float]:
 
         run = Run("digits", policy=policy, seed=seed, steps=STEPS, schedule="cosine", device="cpu", backend="eager")
         outcome = train(run, watch=watch)
+        if outcome.diverged:
+            return {}
         recorded = read(directory)
     last = [row for row in recorded.rows if row["step"] == STEPS]
     measured = {column: [row[column] for row in last if row["tensor"] == "weight"] for column in COLUMNS}
@@ -76,6 +78,9 @@ def main(
     rows = []
     for name in POLICIES:
         of_seeds = [done[name, seed] for seed in range(seeds)]
+        if any("validation_loss" not in row for row in of_seeds):
+            rows.append([name, *[DIVERGED] * len(keys)])
+            continue
         rows.append([name, *(_cell([row[key] for row in of_seeds if key in row], key) for key in keys)])
     print(markdown(heads, rows))
 
