@@ -75,7 +75,8 @@ def imported(text: str) -> Any:
         return functools.reduce(getattr, name.split("."), loaded)
     except AttributeError:
         public = [each for each in vars(loaded) if not each.startswith("_")]
-        raise Error(f"{module} ({loaded.__file__}) has no {name!r}; {suggest(name, public)[:400]}") from None
+        file = getattr(loaded, "__file__", None)  # a built-in module has none, and a folder None
+        raise Error(f"{module}{f' ({file})' if file else ''} has no {name!r}; {suggest(name, public)[:400]}") from None
 
 
 def named_model(

@@ -87,6 +87,8 @@ def test_inputs_of_a_class_or_a_model_have_the_given_size():
         ("mine.nest:alone", "module 'mine.nest' is neither in "),
         ("yours.nets:alone", "module 'yours' is neither in "),
         ("mine.nets:alon", "has no 'alon'; did you mean 'alone'?"),
+        ("sys:foo", "sys has no 'foo'"),
+        ("mine:nest", "has no 'nest'"),
         ("mine.broken:x", "importing mine.broken raised ZeroDivisionError"),
         ("mine.needy:x", "importing mine.needy raised ModuleNotFoundError: No module named 'a_package_that_is_absent'"),
         ("mine.nets:wrong", "mine.nets:wrong returned list; return a model, (model, args) or (model, args, kwargs)"),
