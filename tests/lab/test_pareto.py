@@ -120,6 +120,9 @@ def test_the_figure_names_its_axes_its_families_and_its_best_points(rule):
     assert axes.get_xlabel() == "complexity Ω [points]"
     assert axes.get_ylabel().startswith("score S = G/")
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["MXFP4", "NVFP4", "unquantized"]
+    money = figure([made([*BASELINES, trial(2, 1.9, 1.0, "$a$", summary="$b$")], "$c$")], rule).axes[0]
+    texts = [money.title, *money.get_legend().get_texts(), *money.texts]
+    assert [text.get_text().replace(r"\$", "").count("$") for text in texts] == [0] * len(texts)
     with pytest.raises(Error, match=r"study 'digits' has nothing to plot.*0 complete trials, 1 diverged"):
         figure([made([trial(2, None, 0, state="diverged")])], rule)
     with pytest.raises(Error, match="nothing to plot"):

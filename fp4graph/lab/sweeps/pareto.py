@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fp4graph.errors import Error, needs
+from fp4graph.lab.pictures.style import plain
 from fp4graph.lab.sweeps.results import Results, Rule, Scored, frontier
 
 _MARKERS = "osD^vPX*"
@@ -56,7 +57,7 @@ def _panel(axes: Any, study: Results, rule: Rule) -> None:
     for index, family in enumerate(study.families):
         marker = {"color": f"C{index}", "marker": _MARKERS[index % len(_MARKERS)]}
         pure = [s.trial.summary for s in study.trials if s.trial.family == family and s.trial.kind == "pure"]
-        name = pure[0] if pure and pure[0] != "plain" else family
+        name = plain(pure[0] if pure and pure[0] != "plain" else family)
         best = [s for _, family_index, s in numbered if family_index == index]
         if best:
             xs, ys = _coordinates([s for s in points if s.trial.family == family], rule)
@@ -75,7 +76,7 @@ def _panel(axes: Any, study: Results, rule: Rule) -> None:
     _scale(axes, *_coordinates(points, rule), _coordinates([s for *_, s in numbered], rule)[1])
     title = study.task if study.name == study.task else f"{study.name} ({study.task})"
     lost = f", {study.count('diverged')} diverged" if study.count("diverged") else ""
-    axes.set_title(f"{title}, {len(points)} configurations{lost}", fontsize=10)
+    axes.set_title(plain(f"{title}, {len(points)} configurations{lost}"), fontsize=10)
     axes.set_xlabel("complexity Ω [points]")
     labels = {"text": "score S = G/(1 + Ω)", "table": "score S = G/max(1, Ω), or G·max(1, Ω) for G < 0"}
     axes.set_ylabel(labels[rule], fontsize=9)
@@ -100,7 +101,7 @@ def _named(study: Results, rule: Rule) -> list[tuple[str, str]]:
     for number, index, s in _numbered(study, rule):
         figures = f"Ω {s.trial.complexity:g}, S {s.value(rule):+.3g}, loss {s.trial.loss:.4g}"
         name = f"{number}  trial {s.trial.number}, {figures}: {s.trial.summary}"
-        lines += [(line, f"C{index}") for line in textwrap.wrap(name, _LINE, subsequent_indent=" " * 6)]
+        lines += [(plain(line), f"C{index}") for line in textwrap.wrap(name, _LINE, subsequent_indent=" " * 6)]
     return lines
 
 
