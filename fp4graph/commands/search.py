@@ -9,6 +9,7 @@ import typer
 
 from fp4graph.commands.models import imported
 from fp4graph.commands.output import AsJson, print_json, say, wide_console
+from fp4graph.errors import Error
 
 
 def search(
@@ -25,7 +26,7 @@ def search(
     by: Annotated[str, typer.Option(help="What gets its own format: site,gemm (each GEMM) or site.")] = "site,gemm",
     backend: Annotated[str, typer.Option(help="The backend under which --overhead is measured.")] = "inductor",
     folder: Annotated[Path | None, typer.Option(help="Folder of scores, to resume a stopped search.")] = None,
-    output: Annotated[Path, typer.Option(help="The policy file to write.")] = Path("searched.yaml"),
+    output: Annotated[Path, typer.Option(help="The policy file to write; none may be there.")] = Path("searched.yaml"),
     as_json: AsJson = False,
 ) -> None:
     """Write the policy that increases a model's loss least within a budget.
@@ -34,10 +35,12 @@ def search(
     """
     from fp4graph.lab.search import search as searching
 
+    if output.exists():  # before hours of measurements
+        raise Error(f"{output} already exists; give another --output, or remove it")
+    names, kinds = ([name.strip() for name in text.split(",")] for text in (formats, by))
     result = searching(
-        imported(model)(), imported(loss), imported(batches)(), formats=formats.split(","), bits=bits,
-        fp4_flops=fp4_flops, complexity=complexity, overhead=overhead, by=by.split(","), backend=backend, folder=folder,
-        name=output.stem,
+        imported(model)(), imported(loss), imported(batches)(), formats=names, bits=bits, fp4_flops=fp4_flops,
+        complexity=complexity, overhead=overhead, by=kinds, backend=backend, folder=folder, name=output.stem,
     )  # fmt: skip
     result.save(output)
     if as_json:

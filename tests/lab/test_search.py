@@ -338,11 +338,12 @@ def test_scores_of_a_loss_that_is_an_object_are_used_again(tmp_path):
 def test_the_command_writes_a_policy_that_check_accepts(tmp_path):
     here, file = "tests.lab.test_search", tmp_path / "mine.yaml"
     words = ["search", "--model", f"{here}:model_of", "--loss", f"{here}:loss", "--batches", f"{here}:batches",
-             "--formats", "nvfp4,bf16", "--bits", "8", "--output", str(file)]  # fmt: skip
+             "--formats", "nvfp4, bf16", "--by", "site, gemm", "--bits", "8", "--output", str(file)]  # fmt: skip
     assert run(*words).code == 0
     assert fp4graph.load_policy(file).name == "mine"
     assert run("check", file).code == 0
-    assert "has no 'none'" in run("search", "--model", f"{here}:none", *words[3:]).err
+    assert f"{file} already exists; give another --output" in run(*words).err.replace("\n", " ")
+    assert "has no 'none'" in run("search", "--model", f"{here}:none", *words[3:-1], tmp_path / "other.yaml").err
 
 
 @pytest.mark.long
