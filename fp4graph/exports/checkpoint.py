@@ -102,7 +102,7 @@ class Checkpoint:
         return tuple(self._opened[self._files[key]].get_slice(key).get_shape())
 
     def dtype(self, key: str) -> str:
-        """Return the dtype of tensor ``key`` by its name in the file (``U8``, ``F8_E4M3``); the tensor is not read."""
+        """Return the file's name of the dtype of tensor ``key``, such as ``F8_E4M3``; the tensor is not read."""
         return str(self._opened[self._files[key]].get_slice(key).get_dtype())
 
     def tensor(self, key: str) -> Tensor:
@@ -115,7 +115,7 @@ class Checkpoint:
         return Error(f"{self.file(key)}: {key!r} {what}")
 
     def mapping(self, file: str, name: str, value: object) -> dict[str, Any]:
-        """Return ``value``, the entry ``name`` of a configuration, which must be an object; None becomes an empty one.
+        """Return ``value``, the entry ``name`` of the configuration ``file``; return an empty mapping for None.
 
         Raises:
             Error: ``value`` is not an object.

@@ -43,7 +43,7 @@ def of_grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
 def of_call(call: Callable[[], Any]) -> dict[str, int] | None:
     """Return the FLOPs of the matrix operations that ``call`` runs, as torch counts them, by the module that runs them.
 
-    The sum has the root's name, "". Return None if the call fails: some models run on tensors without data only
+    The entry of the root, "", is the sum. Return None if the call fails: some models run on tensors without data only
     while a compiler traces them, and torch 2.14 has no grouped product of fp32 for such tensors.
     """
     grouped = {torch.ops.aten._grouped_mm: _raw_grouped}  # unknown to the counters of torch 2.14 and 2.15
@@ -94,7 +94,7 @@ def of_distances(x: Tensor, y: Tensor, *_: Any, **__: Any) -> int:
 
 
 def of_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of ``Q [..., L, E] @ K [..., S, E]ᵀ`` and ``P [..., L, S] @ V [..., S, F]``, all unmasked."""
+    """Return the FLOPs of ``Q [..., L, E] @ K [..., S, E]ᵀ`` and ``P [..., L, S] @ V [..., S, F]``, without a mask."""
     return 2 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 

@@ -25,8 +25,9 @@ from fp4graph.technique.operands import Gemm
 class UnmarkedWeight(CaptureError):
     """A product needs the key or the state of its weight, and no marker at the product carries them.
 
-    A module has multiplied with another module's weight and did not call it. ``owner`` is the owner of the weight, and
-    ``caller`` the name of the multiplying module, None if unknown. ``all`` lists the errors of the graph, this first.
+    The product reads a weight whose module is not called in the graph, or a matrix that no layer owns. ``owner`` is the
+    owner of the weight, or None. ``caller`` is the name of the module that multiplies, or None if unknown. ``all``
+    lists these errors of the whole graph, this error first.
     """
 
     def __init__(self, message: str, found: FoundProduct) -> None:
@@ -40,8 +41,8 @@ class SiteCall:
     """The call that replaces a planned site: ``function(*inputs, salt, *state, site=site, **keywords)``.
 
     Attributes:
-        inputs: nodes of the two factors, the addend, the key and the step; None for what the program does not need.
-        keywords: of a grouped product ``ends``, the node of the cumulative numbers of tokens, and ``autocast``.
+        inputs: nodes of the two factors, the addend, the key and the step; None for a node that is not needed.
+        keywords: ``ends``, the node of the cumulative numbers of tokens, and ``autocast``; only for a grouped product.
         state: nodes of the weight's state, each with the views that lead from the weight to the product's factor.
     """
 
@@ -54,8 +55,8 @@ class SiteCall:
 
 
 def call_of(site: PlannedSite, product: Product) -> SiteCall:
-    """Return the call for ``site``. ``product`` is its node, read again: the factors may have been replaced since the
-    site was found.
+    """Return the call for ``site``. ``product`` is read anew from the site's node, because its factors may have been
+    replaced since the site was found.
 
     Raises:
         CaptureError: the operands are sharded, or the graph lacks what the program needs: a marker with the key, or the
@@ -89,7 +90,7 @@ def call_of(site: PlannedSite, product: Product) -> SiteCall:
 
 
 def replace(site: PlannedSite) -> set[Node]:
-    """Replace the node of ``site`` by a call of the function of its program; return the state that its forward writes.
+    """Replace the node of ``site`` by a call of the function of its program; return the state nodes that the forward writes.
 
     Raises:
         CaptureError: as :func:`call_of`.
@@ -140,7 +141,7 @@ def _of_no_layer(found: FoundProduct) -> bool:
 
 
 def _same_view(node: Node, views: tuple[Node, ...]) -> Node:
-    """Show ``node`` through the same chain of views as the weight that it belongs to."""
+    """Return ``node`` seen through the same chain of views as the weight that it belongs to."""
     for view in views:
         node = node.graph.create_node(view.op, view.target, (node, *view.args[1:]), dict(view.kwargs))
     return node

@@ -43,8 +43,8 @@ def apply_with_accelerate(
     >>> model, optimizer, data = accelerator.prepare(model, optimizer, data)
 
     Prepare model and optimizer in place, let the accelerator scale the loss if the policy requires it, and return
-    ``model``. ``accelerator.save_state`` and ``load_state`` work unchanged: the techniques' state is in the model's
-    file, and the policy is in ``fp4graph.json`` in the same folder (of a second applied model in ``fp4graph_1.json``).
+    ``model``. ``accelerator.save_state`` and ``load_state`` work unchanged: the model's file holds the techniques'
+    state, and ``fp4graph.json`` beside it the policy (``fp4graph_1.json`` for a second applied model).
 
     ``same_policy=False`` lets ``load_state`` read a state that was saved under another policy. The other keyword
     arguments are those of :func:`fp4graph.apply`.
@@ -65,7 +65,7 @@ def apply_with_accelerate(
         accelerator.unscale_gradients = partial(_unscale, accelerator)  # clip_grad_norm_() calls it
 
     def number_in(models: list[nn.Module]) -> int | None:
-        """Return the place of ``model`` among the applied models, or None if the state does not hold it."""
+        """Return the place of ``model`` among the applied models of ``models``, or None if it is not among them."""
         plain = map(accelerator.unwrap_model, models)
         applied = [each for each in plain if each is model or runtime_of(each) is not None]
         return next((number for number, each in enumerate(applied) if each is model), None)
@@ -87,8 +87,8 @@ def _unscale(accelerator: Accelerator, optimizer: Any = None) -> None:
     """Replace ``Accelerator.unscale_gradients``, which does nothing unless the precision is fp16."""
     from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
 
-    given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    for each in accelerator._optimizers if optimizer is None else given:
+    listed = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    for each in accelerator._optimizers if optimizer is None else listed:
         plain = each.optimizer if isinstance(each, AcceleratedOptimizer) else each
         try:
             accelerator.scaler.unscale_(plain)

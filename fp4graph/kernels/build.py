@@ -1,7 +1,7 @@
 """Build shared libraries from C++ source, and load a library only if it is complete and nobody else can write to it.
 
-Libraries are kept in Inductor's cache directory. A file name has a digest of the source, compiler and flags, and one of
-the library's bytes: loading a truncated library would end the process by a signal, which no caller can catch.
+Libraries are kept in Inductor's cache directory. A file name has two digests: of the source, compiler and flags, and of
+the library's bytes. The second reveals a truncated library, which would end the process by a signal if it were loaded.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ from pathlib import Path
 FAILURES = (OSError, subprocess.SubprocessError, ValueError)
 
 # -ffp-contract=off: a fused multiply-add rounds once where the tensor code rounds twice. -fno-math-errno and
-# -fno-trapping-math let the compiler inline rounding functions. The C++ library is named because a C compiler without a
-# C++ compiler beside it does not link it.
+# -fno-trapping-math let the compiler inline rounding functions. The C++ library is in _LIBRARIES because a C compiler,
+# which is used if its C++ compiler is not installed, does not link the C++ library by itself.
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 _ON_MAC = platform.system() == "Darwin"
 _MACHINE_FLAGS = () if _ON_MAC else ("-fopenmp", "-march=native")
 _LIBRARIES = ("-lc++",) if _ON_MAC else ("-lstdc++", "-lm")
-_OF_CXX = {"gcc": "g++", "clang": "clang++", "cc": "c++"}
-
-
+_CXX_OF = {"gcc": "g++", "clang": "clang++", "cc": "c++"}
 _INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
 
 
@@ -83,16 +81,16 @@ def command() -> list[str]:
     Raises:
         ValueError: the command cannot be split into words.
     """
-    given = os.environ.get("CXX", "").strip() or inductor_command() or ""
+    text = os.environ.get("CXX", "").strip() or inductor_command() or ""
     try:
-        words = shlex.split(given) or ["g++"]
+        words = shlex.split(text) or ["g++"]
     except ValueError as error:
-        raise ValueError(f"the compiler command {given!r} cannot be split into words: {error}") from error
+        raise ValueError(f"the compiler command {text!r} cannot be split into words: {error}") from error
     return [_cxx(word) for word in words]
 
 
 def inductor_command() -> str | None:
-    """Return the command that Inductor's setting ``cpp.cxx`` names: the value of CXX when torch was imported."""
+    """Return the command in Inductor's setting ``cpp.cxx``: by default CXX as of torch's import, or g++."""
     from torch._inductor import config
 
     choice = config.cpp.cxx if isinstance(config.cpp.cxx, list | tuple) else (config.cpp.cxx,)
@@ -100,7 +98,7 @@ def inductor_command() -> str | None:
 
 
 def cxx_command(command: str) -> str:
-    """Return ``command`` with each C compiler replaced by its C++ compiler, if that is installed beside it or on PATH.
+    """Return ``command`` with each C compiler replaced by a C++ compiler that is installed beside it or on PATH.
 
     gcc compiles C++ but links no C++ library. PEFT's BOFT sets CXX to gcc when it is imported.
     """
@@ -113,8 +111,8 @@ def _cxx(word: str) -> str:
     if parts is None:
         return word
     before, kind, version = parts.groups(default="")
-    linking = f"{before}{_OF_CXX[kind]}{version}"
-    places = os.path.join(folder, linking), linking
+    cxx = f"{before}{_CXX_OF[kind]}{version}"
+    places = os.path.join(folder, cxx), cxx
     return next(filter(shutil.which, places), word)
 
 
@@ -179,7 +177,7 @@ def _digest(data: bytes) -> str:
 
 @functools.cache
 def _machine() -> str:
-    """Return the facts on which -march=native depends, because machines may share a cache directory."""
+    """Return what -march=native depends on. It is part of the digest because machines may share a cache directory."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         flags = next(line for line in lines if line.startswith(("flags", "Features")))  # on x86, on ARM

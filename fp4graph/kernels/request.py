@@ -19,7 +19,7 @@ from fp4graph.kernels.experts import Groups
 from fp4graph.kernels.machine import Machine
 from fp4graph.numerics.spec import QuantSpec
 
-#: The stages of techniques outside a call of the quantizer and inside it, each with the action of a technique there.
+#: The stages outside and inside a call of the quantizer, each with words for what a technique does at the stage.
 OUTSIDE = {"split": "splits the operand", "around": "calls the quantizer", "after": "changes the result"}
 INSIDE = {
     "block_statistic": "chooses the statistic of blocks",
@@ -45,7 +45,7 @@ class Asked(StrEnum):
 class Needs(Enum):
     """The work of techniques that tensor code must do before the kernel runs."""
 
-    NOTHING = "nothing: the spec is all"
+    NOTHING = "nothing: the kernel needs only the spec"
     BLOCKS = "scales and statistics of blocks, computed by tensor code"
     STAGES = "all stages"
 
@@ -65,9 +65,9 @@ class Quantizing:
     Attributes:
         acts: the stages at which techniques act, each with the names of these techniques.
         drawn: whether there is a source of random bits.
-        shares: the part of an expert's operand that shares one scale, or None.
-        stateful: whether techniques have state.
-        whole: whether the group scales by which techniques divide are those of the whole tensor.
+        shares: the part of an expert's operand that shares one block scale, or None if no blocks share scales.
+        stateful: whether a technique of the quantizer has state.
+        whole: whether every group scale by which a technique divides is a scale of the whole tensor.
     """
 
     spec: QuantSpec
@@ -78,7 +78,7 @@ class Quantizing:
     whole: bool = True
 
     def acting(self, *stages: str) -> str | None:
-        """Return the first technique that acts at one of the ``stages``, as words; None where none does."""
+        """Return words for the first technique that acts at one of the ``stages`` and what it does, or None."""
         names = dict(self.acts)
         return next((f"{names[stage][0]} {_DOES[stage]}" for stage in stages if stage in names), None)
 
@@ -93,14 +93,14 @@ class Request:
     """A request: one operand to quantize, and the facts by which a kernel accepts or refuses it.
 
     Attributes:
-        source: the dtype that is read; None for bytes.
+        source: the dtype of the operand that is read; None if the operand is packed bytes.
         dtype: the dtype of the GEMM.
         columns: the quantizer of the other direction, if both directions are asked for.
         keeps: whether the result of the other direction is asked for as bytes.
         transform: the name of the technique that transforms the operands of the GEMM, or None.
         rotation: the block length of the transform if it is a block rotation, else None.
-        observed: whether other code than the kernel needs the whole operand.
-        residual: says, in words, which technique splits a residual off the other operand; None if no technique does.
+        observed: whether code other than the kernel needs the whole operand.
+        residual: words that name the technique which splits a residual off the other operand, or None.
     """
 
     asked: Asked
@@ -118,7 +118,7 @@ class Request:
 
     @property
     def transformed(self) -> str | None:
-        """The sentence that a technique transforms the operands, or None if there is no transform."""
+        """Words that name the technique which transforms the operands, or None if there is no transform."""
         return None if self.transform is None else f"{self.transform} transforms the operands"
 
 
@@ -128,7 +128,7 @@ class Job(NamedTuple):
     Attributes:
         x: the operand ``[..., C]``.
         direction: the quantization along C, with the numbers that techniques give for blocks if the kernel needs them.
-        dtype: the dtype to which the result will be cast. The kernel may return the result in it.
+        dtype: the dtype to which the result will be cast. The kernel may return the result in this dtype.
         rounded: computes the result by tensor code, with the stages of techniques; only tensor code calls it.
         columns: the other direction, if both directions are asked for.
         multiplier: a factor of the result along the columns, by which the GEMM's accumulator will be multiplied.
@@ -153,7 +153,7 @@ class Job(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        """The operand of a job whose operand is not packed."""
+        """The operand, which must not be packed."""
         assert isinstance(self.x, Tensor)
         return self.x
 
@@ -163,7 +163,7 @@ class Result(NamedTuple):
 
     Attributes:
         values: the quantized operand, or the product for a product of experts.
-        packed: the bytes, or None if no bytes were asked for or none can hold the numbers that techniques gave.
+        packed: the bytes, or None if no bytes were asked for or bytes cannot hold the numbers that techniques gave.
         columns: the operand quantized along its columns.
         sums: the sums over parts of the rows, fp32 ``[parts, C]``.
     """
@@ -207,12 +207,12 @@ class Kernel:
 
     def concerns(self, request: Request) -> bool:
         """Return whether ``request`` is of the kind, the device and the layout that the kernel is for."""
-        within = request.layout is Layout.WEIGHTS
-        return request.asked in self.asked and request.machine.kind in self.kinds and within == self.product
+        fits = (request.layout is Layout.WEIGHTS) == self.product
+        return request.asked in self.asked and request.machine.kind in self.kinds and fits
 
     def refuses(self, request: Request) -> str | None:
-        """Return in a few words why the kernel does not serve a request that :meth:`concerns` accepts, or None if it
-        does."""
+        """Return in a few words why the kernel does not serve a request that :meth:`concerns` accepts, or None if the
+        kernel serves it."""
         raise NotImplementedError
 
     def run(self, job: Job) -> Result:

@@ -33,10 +33,10 @@ from fp4graph.torch_internals import pytree
 
 
 class Runner:
-    """Runs the forwards of one phase, of any kind.
+    """Runs the forwards of all kinds in one phase.
 
     Args:
-        explains: collect refusals in ``capture.problems`` instead of raising them.
+        explains: whether to collect refusals in ``capture.problems`` instead of raising them.
 
     Attributes:
         capture: the model's compiled forward, and the sites of its graphs.
@@ -65,8 +65,8 @@ class Runner:
         self.checked, self._explains = explains, explains
         self.failure: Error | None = None
         self._running = self.capture  # the capture of the compiled call in progress
-        self._refused: str | None = None  # why torch.compile refuses the forward, which runs uncompiled from then on
-        self._dtypes = frozenset[torch.dtype]()  # those of the parameters at that refusal
+        self._refused: str | None = None  # why calls run uncompiled from now on although they begin compiled
+        self._dtypes = frozenset[torch.dtype]()  # the parameters' dtypes when _refused was set
 
     @property
     def _listed(self) -> bool:
@@ -74,8 +74,8 @@ class Runner:
         return self.checked and not self._explains
 
     def open(self, forward: Forward) -> None:
-        """Raise an Error if the forward cannot run or an earlier forward has failed. If calls of parts precede the
-        forward, and it does not continue them, count them as one forward."""
+        """Raise an Error if the forward cannot run or an earlier forward has failed. Count earlier calls of parts as
+        one forward, unless this forward continues them."""
         if forward.duties.compiled:
             refuse_nested(forward.tensors if self.checked else forward.all_tensors)
         if forward.kind is Kind.METHOD and fsdp_modules(self._plan.root):
@@ -97,8 +97,8 @@ class Runner:
             self.uncompiled.check(self.capture)  # warns about rules that matched nothing in a whole step
 
     def begin(self, forward: Forward, *, training: bool) -> None:
-        """Make modules, state and the step tensor ready; ``training`` says whether the count's first training forward
-        begins."""
+        """Make modules, state and the step tensor ready; ``training`` says whether the forward trains and does not
+        continue earlier calls of parts."""
         if self._steps.root_state is not None and not self._steps.trained:
             self._compile_sharded()
         self._steps.begin(training=training)
@@ -112,7 +112,7 @@ class Runner:
 
     def run(self, forward: Forward) -> Any:
         """Run a forward, check coverage if the forward is the first, and count the forward if it trains."""
-        # Another applied model may call this one in an uncompiled pass, which must not see this model's operations.
+        # Another applied model may call this model in an uncompiled pass, which must not see this model's operations.
         with nullcontext() if self._current.direct else torch_internals.without_function_modes(Direct):
             result = self._run(forward)
         duties = forward.duties
@@ -176,14 +176,14 @@ class Runner:
                     with capture.forward():
                         return forward.run()
                 if self._refused is not None and self._dtypes != _dtypes(root):
-                    self._refused = None  # the user has followed the warning
+                    self._refused = None  # the user has changed dtypes, as the warning advises
                 if self._refused is not None:
                     return self._run_refused(forward.name, forward.call, forward.args, forward.kwargs)
                 return capture.run(forward.name, forward.args, forward.kwargs)
         except Exception as error:
             refusal, capture.error = capture.error, None
             strict = capture.strict or sharded
-            if self._refuses_product(error, strict=strict) or self._marks(refusal, capture, strict=strict):
+            if self._refuses_product(error, strict=strict) or self._provides_markers(refusal, capture, strict=strict):
                 return self._run_compiled(forward, listed)  # from the beginning: graphs before a break run again
             if refusal is not None:
                 self.failure = None if self.checked or self._steps.trained else refusal
@@ -204,9 +204,9 @@ class Runner:
             self._refused, self._dtypes = why, _dtypes(self._plan.root)
         return why is not None
 
-    def _marks(self, error: Error | None, capture: Capture, *, strict: bool) -> bool:
-        """Mark the weights for whose missing marks a graph of the call was refused: in the first graph, or in modules
-        that run uncompiled from now on. Return whether that was possible."""
+    def _provides_markers(self, error: Error | None, capture: Capture, *, strict: bool) -> bool:
+        """Provide the markers that ``error`` finds missing, or let the modules that need them, or the whole call, run
+        uncompiled from now on. Return whether the call can be repeated."""
         unmarked = error.all if isinstance(error, UnmarkedWeight) else []
         carried = [self.uncompiled.carry(each) for each in unmarked if not capture.has_run]
         if any(carried):
@@ -224,7 +224,7 @@ class Runner:
         """Run a call of the model that Dynamo does not compile."""
         forward = replace(Forward.of(self._plan.root, name, args, kwargs), call=call)
         result = self.uncompiled.run(forward, self.capture, checked=self._listed)
-        # Warn last: Dynamo also leaves to Python a forward that raises an error, which says more than a warning.
+        # Warn last: Dynamo also leaves to Python a forward that raises, and its error says more than a warning.
         why = self._refused or cause(full=self._running.is_full(name))
         call_name = "this forward" if name == CALL else f"{name}()"
         self.uncompiled.warn(why, f"{call_name} runs uncompiled, with the same quantizers but slower: {why}")
@@ -246,7 +246,7 @@ class Runner:
             current.ran = ran
 
 
-#: Why a call runs uncompiled whose own products a graph break parts from it.
+#: Why a call runs uncompiled if a graph break parts products of the model itself from the call.
 _BROKEN = (
     "a graph break (a print, a disabled function, a loop that torch.compile does not trace) parts products of the "
     "model itself from its call; remove the break, or move the products into a module"
@@ -264,12 +264,12 @@ def _counts(forward: Forward, result: Any) -> bool:
     return _needs_gradient(result)
 
 
-#: The kinds of objects in a result whose attributes are not part of the result.
+#: Types of objects in a result whose attributes do not count as parts of the result.
 _NOT_SEARCHED = (Tensor, nn.Module, torch.optim.Optimizer, ModuleType, type)
 
 
 def _needs_gradient(result: Any) -> bool:
-    """Return whether ``result`` is or has a tensor that requires gradients, or an iterator, which may yield one.
+    """Return whether ``result`` is or has a tensor that requires gradients, or an iterator that may yield one.
 
     Attributes of objects such as dataclasses and distributions count too.
     """

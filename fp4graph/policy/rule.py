@@ -66,14 +66,14 @@ class Rule:
 
     def speaks_of(self, op: str) -> bool:
         """Return whether the rule decides about operations of kind ``op``. Without ``op`` in its match, a rule that
-        quantizes decides about linear, matmul and grouped, and a rule that keeps about all kinds."""
+        quantizes decides about linear, matmul and grouped, and a rule that keeps decides about all kinds."""
         if self.match.op is None:
             return not self.quantizes or op in ("linear", "matmul", "grouped")
         return op in self.match.op
 
     def admits(self, role: str | None) -> bool:
         """Return whether the rule may decide about sites of ``role``. To quantize a router or an adapter, a rule must
-        name its role; globs that name adapters do as well."""
+        name its role; for adapters, globs that name adapters suffice."""
         if self.match.role is not None:
             return role in self.match.role
         if role == "adapter" and self.match.names_adapters:
@@ -85,13 +85,13 @@ class Rule:
         return Place(self.file, self.line).error(f"rule {self.name!r}: {message}")
 
 
-#: The default of a policy that does not write one.
+#: The default rule of a policy that writes no default.
 DEFAULT = Rule(name="default", keep="no rule matches", required=False)
 #: The roles whose sites are quantized only by a rule that names the role.
 NAMED_ROLES = frozenset({"adapter", "router"})
 #: The position of the default, which follows all rules of the policy.
 DEFAULT_INDEX = -1
-#: Maps a role to the closing rule for its sites, which takes the place of the default, and to this rule's position.
+#: Each role's closing rule and its position. For sites of that role, the closing rule takes the place of the default.
 CLOSING: Mapping[str, tuple[int, Rule]] = {
     role: (index, Rule(name=f"{role}s", keep=f"{why}; a rule with 'role: {role}' would quantize it", required=False))
     for index, role, why in (
@@ -104,8 +104,8 @@ CLOSING: Mapping[str, tuple[int, Rule]] = {
 
 @dataclass(frozen=True)
 class Decision:
-    """A policy's decision about one site: the rule and its position in the policy. -1 is the default; lower positions
-    are the closing rules for roles."""
+    """A policy's decision about one site: the rule and its position in the policy. The default has position -1, and
+    the closing rules for roles have lower positions."""
 
     rule: Rule
     index: int

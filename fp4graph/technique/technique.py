@@ -54,7 +54,7 @@ class Technique(BaseModel):
 
     @classmethod
     def implied_by(cls, spec: QuantSpec) -> Technique | None:
-        """Return the technique, with options, for which ``spec`` in a policy stands, or None. Ω counts it."""
+        """Return the technique that ``spec`` in a policy implies, with its options, or None. Ω counts the technique."""
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Raise ValueError if the options fit no site of a rule; called when a policy is loaded.
@@ -63,10 +63,10 @@ class Technique(BaseModel):
         """
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
-        """Return the reason why this technique changes nothing beside the others, or None; the author is warned."""
+        """Return the reason why this technique changes nothing beside the others, or None. The author is warned."""
 
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs | None:
-        """Return new specs of a site's operands; None leaves them. Raise ValueError if options do not fit the site."""
+        """Return new specs of the operands, or None to change nothing. Raise ValueError if options do not fit the site."""
 
     @property
     def loss_scaler(self) -> Mapping[str, float] | None:
@@ -111,10 +111,11 @@ _ANYWHERE = (_LINEAR, replace(_LINEAR, op="grouped"))
 
 @lru_cache(maxsize=4096)
 def parts_of(technique: Technique, site: SiteView = _LINEAR) -> tuple[Part, ...]:
-    """Return the parts of a technique at ``site``, by default an ordinary linear layer: checked, with their operands.
+    """Return the checked parts of a technique at ``site``, by default an ordinary linear layer, each with its operands.
 
     Raises:
-        TypeError: the parts break the contract: their fields, draws that coincide, names of state, hooks of a site.
+        TypeError: the parts break the contract: a field is wrong, two parts would draw the same bits, two entries of
+            state have one name, or hooks depend on the site.
         ValueError: the technique refuses the site.
     """
     parts = technique.parts(site)
@@ -165,7 +166,7 @@ def _resolved(part: Part, technique: Technique, site: SiteView) -> Part:
         if (foreign := next((value for value in values if not isinstance(value, kind)), None)) is not None:
             raise TypeError(f"{name} takes {kind.__name__} members only; got {foreign!r}")
     if part.mixes == "none" and part.acts_at("group_scale") and getattr(part, "group_granularity", None) is None:
-        raise TypeError(f"{name} declares mixes = 'none' and no group_granularity of its γ; declare one")
+        raise TypeError(f"{name} declares mixes = 'none' and no group_granularity of its γ; declare that granularity")
     gemms: dict[str, Any] = {"gemms": frozenset(part.gemms)} if isinstance(part, PairTransform) else {}
     part = replace(part, operands=frozenset(operands), state=tuple(part.state), **gemms)
     try:
@@ -241,7 +242,7 @@ _FORMER = (
 
 
 def old_style(cls: type[Technique]) -> str | None:
-    """Return why a class is one of an earlier version, which acted by methods of its own; None if it is not."""
+    """Return why ``cls`` is a technique of an earlier version, which acted by its own methods, or None if it is not."""
     former = next((name for name in _FORMER if hasattr(cls, name)), None)
     moved = "itself, as in an earlier version; move it to a part that parts() returns; see docs/techniques.md"
     return None if former is None else f"has {former} {moved}"

@@ -23,7 +23,7 @@ REMEDY = "It was changed after it was written; use a copy or an earlier file"
 #: The most faults that an error lists.
 SHOWN = 12
 _Types = Mapping[str, tuple[type, ...]]
-_Kept = Mapping[str, bool]  # for each tensor that an optimizer keeps for a parameter: whether it has its shape
+_Kept = Mapping[str, bool]  # tensors that an optimizer keeps for a parameter: whether each has the parameter's shape
 _COUNT = (int, type(None))
 _COUNTS = range(2**63)  # the count of forwards is kept in an int64
 _PARTS: _Types = {
@@ -33,7 +33,7 @@ _PARTS: _Types = {
 _POLICY: _Types = {"text": (str,), "fingerprint": (str,), "seed": (int,), "total_forwards": _COUNT}
 _RANK: _Types = {"rng": (Mapping,), "buffers": (Mapping,)}
 _OPTIMIZER: _Types = {"state": (Mapping,), "param_groups": (list,)}
-#: Shapes of the vector and the matrix on which an optimizer is tried; state of another kind never has these shapes.
+#: Shapes of parameters on which an optimizer is tried. Only state that follows a parameter's shape has these shapes.
 _VECTOR, _MATRIX = (3,), (2, 3)
 
 
@@ -55,7 +55,7 @@ def check_parts(file: str, content: Mapping[str, Any]) -> None:
 
 
 def _mistyped(where: str, value: Any, types: _Types) -> list[str]:
-    """Return faults for keys that are missing in the mapping ``value``, or whose values have another type."""
+    """Return faults for keys that ``value`` lacks, and for keys whose values have other types than in ``types``."""
     if not isinstance(value, Mapping):
         return [f"{where.removesuffix('.')} is {_named(value)}"]
     faults = [f"{where}{name} is missing" for name in types if name not in value]
@@ -69,8 +69,8 @@ def _mistyped(where: str, value: Any, types: _Types) -> list[str]:
 def check_entries(
     file: str, saved: Mapping[str, Any], here: Mapping[str, Any], optional: Collection[str], same_policy: bool
 ) -> None:
-    """Raise :class:`Mismatch` unless ``saved`` can be loaded into the model whose state dict is ``here``. Only one of
-    the two may have the ``optional`` keys."""
+    """Raise :class:`Mismatch` unless ``saved`` can be loaded into the model whose state dict is ``here``. Keys in
+    ``optional`` may be missing on either side."""
     needed = here if same_policy else state.strip(here)
     faults = [f"{key} is missing" for key in needed if key not in saved and key not in optional]
     faults += [f"{key} is not in this model" for key in saved if key not in here and key not in optional]
@@ -87,8 +87,8 @@ def check_entries(
 def check_optimizer(file: str, saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
     """Raise :class:`Mismatch` unless ``saved`` can be loaded into ``optimizer``.
 
-    Entries that cannot be predicted are left to the checks of the optimizer itself, such as the state of an optimizer
-    that is not torch's and has made no step.
+    Entries that cannot be predicted are left to the optimizer: for example, the state of an optimizer whose class is
+    not torch's and which has made no step.
     """
     groups, here = saved["param_groups"], optimizer.param_groups
     faults = [] if len(groups) == len(here) else [f"param_groups has {len(groups)} groups there and {len(here)} here"]
@@ -104,10 +104,10 @@ def check_optimizer(file: str, saved: Mapping[str, Any], optimizer: torch.optim.
         options = {key: value for key, value in current.items() if key != "params"}
         needed = {key for key in getattr(optimizer, "defaults", {}) if not _is_flag(options.get(key))}
         faults += _unlike(where, group, options, needed)
-        ours = {key: value for key, value in group.items() if str(key).startswith(count.PREFIX)}
+        counts = {key: value for key, value in group.items() if str(key).startswith(count.PREFIX)}
         faults += [
             f"{where}.{key} is {_named(value)}"
-            for key, value in ours.items()
+            for key, value in counts.items()
             if type(value) is not int or (key.startswith(f"{count.PREFIX}forwards") and value not in _COUNTS)
         ]
         if all(isinstance(index, int | str) for index in indices):
@@ -150,10 +150,10 @@ def _kept(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shape: t
 def _state_faults(
     where: str, values: Mapping[str, Any], parameter: nn.Parameter, kept: _Kept, current: Mapping[str, Any]
 ) -> list[str]:
-    """Return the faults of a parameter's saved state; an empty state has none.
+    """Return the faults of a parameter's saved state; an empty state has no faults.
 
     Args:
-        kept: the tensors that a step keeps for such a parameter. current: this parameter's state at present.
+        kept: the tensors that a step keeps for ``parameter``. current: the present state of ``parameter``.
     """
     faults = [f"{where}.{name} is missing" for name in kept if values and name not in values]
     for name, value in values.items():
@@ -174,7 +174,7 @@ def check_scheduler(file: str, saved: Any, scheduler: Any) -> None:
     """Raise :class:`Mismatch` unless ``saved`` can be loaded into ``scheduler``; checks only torch's schedulers."""
     if isinstance(scheduler, LRScheduler):
         here = scheduler.state_dict()
-        here |= {key: tuple(here[key]) for key in ("base_lrs", "_last_lr") if key in here}  # of equal lengths
+        here |= {key: tuple(here[key]) for key in ("base_lrs", "_last_lr") if key in here}  # same lengths
         needed = {key for key in here if not key.startswith("_")} | {"_last_lr", "_step_count"}
         faults = _unlike("scheduler", saved, here, needed)
         foreign = [key for key in saved if key not in here and hasattr(scheduler, str(key))] if not faults else []
@@ -207,13 +207,13 @@ def check_rng(file: str, where: str, saved: Mapping[str, Any]) -> None:
 
 
 def numpy_state(saved: Any) -> tuple[Any, ...]:
-    """Return the state of NumPy's generator as NumPy takes it."""
+    """Return the ``saved`` state of NumPy's generator in the form that ``set_state`` takes."""
     name, keys, *position = saved
     return name, keys.numpy().astype(np.uint32), *position
 
 
 def _unlike(where: str, saved: Any, here: Mapping[str, Any], needed: set[str]) -> list[str]:
-    """Return faults for keys of ``here`` that are ``needed`` and not in ``saved``, or have another kind of value."""
+    """Return faults for ``needed`` keys of ``here`` that ``saved`` lacks, and for keys with another kind of value."""
     if not isinstance(saved, Mapping):
         return [f"{where} is {_named(saved)}"]
     faults = [f"{where}.{key} is missing" for key in here if key in needed and key not in saved]
