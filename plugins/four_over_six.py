@@ -24,9 +24,9 @@ class FourOverSix(Technique):
     E2M1 has no value between 4 and 6. If the maximum M is scaled to 6, an element of 5/6·M errs by M/6; if it is scaled
     to 4, no element errs by more than M/8, but small elements round more coarsely. The two scales are S_6 = q(Z/6) and
     S_4 = q(Z/4) = q(1.5·Z/6) (encode: q(6/Z) and q(4/Z)), where q rounds a scale as the spec says; x̂_6 and x̂_4 are
-    the block rounded to nearest under each. S is S_4 where E(x̂_4 − x) < E(x̂_6 − x), and S_6 elsewhere, also for ties.
-    ``measure`` is E: ``mse`` Σe², ``mae`` Σabs(e), ``amax`` max abs(e). A block whose scale for 4 lies above the scale
-    format's maximum takes 6. The choice compares errors of RTN even if the spec rounds elements stochastically.
+    the block rounded to nearest under each scale. S is S_4 where E(x̂_4 − x) < E(x̂_6 − x), and S_6 elsewhere, also for
+    ties. ``measure`` is E: ``mse`` Σe², ``mae`` Σabs(e), ``amax`` max abs(e). A block whose scale for 4 lies above the
+    scale format's maximum takes 6. The choice compares errors of RTN even if the spec rounds elements stochastically.
 
     Source: Cook et al. 2025, "Four Over Six: More Accurate NVFP4 Quantization with Adaptive Block Scaling", for NVFP4
     and with mean squared error; the other measures are from the authors' code. E4M3 scales need a tensor scale that
@@ -58,7 +58,7 @@ class FourOverSix(Technique):
             if spec.elements != (E2M1,):
                 raise ValueError(f"it chooses between the values 4 and 6 of e2m1, and {operand} is {spec.element_name}")
             if spec.scale.rounding == "stochastic":
-                raise ValueError(f"it compares two rounded scales, and those of {operand} are rounded stochastically")
+                raise ValueError(f"it compares two rounded scales, and scales of {operand} are rounded stochastically")
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
         """Return a reason if all scales are powers of two that are rounded up."""

@@ -37,7 +37,7 @@ class LowRankResidual(Technique):
     power of two that brings its largest magnitude into [1, 2), and L is multiplied by that power, so that the scales of
     A and B do not depend on the size of W. The simulation multiplies by L as one matrix either way.
 
-    L is computed in fp32 from W with zeros in place of NaN and Inf, so that these poison only their blocks. L is
+    L is computed in fp32 from W with zeros in place of NaN and Inf, so that NaN and Inf poison only their blocks. L is
     rounded to the dtype of W before it is subtracted, so that the quantizer's input plus L is W to half a unit in the
     last place. Leading axes of W are a batch of matrices, and each matrix has an L; the tokens of a linear layer are
     one axis. If W is transformed first, as by hadamard, L approximates the transformed W (W·R has the singular values
@@ -55,7 +55,8 @@ class LowRankResidual(Technique):
     elements, and the remainder takes n elements, stored before its first block is quantized. The complexity weight is
     ours: 3.0, the most that the paper's Table 9 gives to unfusable techniques (2 to 3).
 
-    Use it on weights, and on activations whose outliers sit in few channels; there the product with L may cost more.
+    Use it on weights, and on activations whose outliers sit in few channels. Decomposing activations costs more where
+    there are more tokens than output features.
     """
 
     name: ClassVar[str] = "low_rank_residual"
@@ -70,7 +71,7 @@ class LowRankResidual(Technique):
     operands: Operands = Field(("fprop.weight",), description="Operands, or groups of them, that are decomposed.")
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Refuse q_ema on a decomposed weight: it averages W, but W − L is rounded."""
+        """Refuse q_ema on a decomposed weight: q_ema averages W, but W − L is rounded."""
         if "q_ema" in techniques and Operand.FPROP_WEIGHT in self.operands_listed:
             raise ValueError(
                 "q_ema rounds fprop.weight by the weight's moving average, and low_rank_residual leaves only a "

@@ -26,14 +26,14 @@ class MeanSplit(Technique):
     μ_k is the mean of channel k over all tokens of a call, or over the tokens of one expert. If activations share a
     large mean, the mean sets the scales of all blocks, and few FP4 values are left for the differences between tokens;
     without the mean blocks are small and even. Residual and mean are quantized one after the other, with separate
-    tensor scales and block scales, and added. In fprop and dgrad all rows of 1·μᵀ are equal: quantizing 1·μᵀ is
-    quantizing the vector μ in blocks along the channels, and the product with it costs one row. In wgrad blocks run
-    along the tokens, where μ_k is constant: Q rounds one number by one scale. The sum is in the dtype of X.
+    tensor scales and block scales, and added. In fprop and dgrad all rows of 1·μᵀ are equal, so hardware quantizes only
+    the vector μ, in blocks along the channels, and its product costs one row. In wgrad a block runs along the tokens
+    and repeats one μ_k, so Q rounds one number by one scale. The sum is in the dtype of X.
 
     Source: Cao et al. 2026, "The Curse and Blessing of Mean Bias in FP4-Quantized LLM Training" (Averis), as reproduced
     in MindSpeed-LLM: X is split in the forward, dY in the backward, and mean and residual are quantized independently.
-    MindSpeed-LLM multiplies an unquantized X in wgrad and quantizes dW instead, which no GEMM in FP4 does; we split
-    both operands of wgrad.
+    The wgrad of MindSpeed-LLM is no GEMM in FP4: it multiplies an unquantized X and quantizes dW. Here both operands of
+    wgrad are split.
 
     Stage: around the quantizer.
 
@@ -73,12 +73,12 @@ class SplitMean(Wrapper):
         if is_known(x.shape[self.axis] == 0):  # without tokens there is no mean
             return quantize(x)
         wide = x.to(torch.float32)
-        # The operator for means reads 16 bits as they are; float64 is first rounded to fp32, as in the quantizer.
+        # The operator for means reads 16-bit dtypes unconverted; float64 is first rounded to fp32, as in the quantizer.
         mean = self._mean(wide if x.dtype is torch.float64 else x, context)
         return (quantize(wide - mean) + quantize(mean)).to(x.dtype)
 
     def _mean(self, x: Tensor, context: Context) -> Tensor:
-        """Return μ, fp32, broadcastable to ``x``; with experts, μ of each token's expert, 0 for a token without one."""
+        """Return μ, fp32, broadcastable to ``x``; with experts, μ of a token's expert, 0 for a token of no expert."""
         if (segments := context.blocking.segments) is None:
             return context.mean(x, self.axis)
         x, place, experts = x.to(torch.float32), x.dim() + self.axis, segments.unpadded

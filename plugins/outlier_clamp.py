@@ -15,7 +15,7 @@ from fp4graph.technique import Operands, Part, SiteView, Wrapper
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LARGEST_DENOMINATOR = 10**9  # of the fraction 1 - α, so that numerator · n fits 64 bits
+_LARGEST_DENOMINATOR = 10**9  # of the fraction 1 − α; under this bound numerator · n fits 64 bits
 
 
 class OutlierClamp(Technique):
@@ -23,21 +23,21 @@ class OutlierClamp(Technique):
 
     Y = Q(clamp(X, x_low, x_high))·Ŵᵀ + ΔX·Ŵᵀ with ΔX = X − clamp(X, x_low, x_high), X [..., K] and Ŵ the other operand
     of the GEMM, quantized. x_low and x_high are the (1 − α)- and the α-quantile of all n elements of the operand, where
-    α is ``quantile``: the elements at places c and n − 1 − c, c = ⌊(1 − α)·n⌋, of the ascending order, counted from 0.
-    Every expert of a grouped product has its own quantiles. Thus c elements at either end are clamped, or fewer if they
-    tie with the threshold. A threshold is an element of X, never interpolated, so every algorithm finds the same one.
-    −X has the thresholds of X, negated and swapped. A clamped element becomes equal to its threshold. Scales then
-    follow the bulk of X. ΔX is nonzero for at most 2(1 − α)·n elements and stays in the GEMM's dtype, to which it is
-    rounded once. ``residual: false`` leaves ΔX out.
+    α is ``quantile``. In ascending order they are elements c and n − 1 − c, counted from 0, with c = ⌊(1 − α)·n⌋. Every
+    expert of a grouped product has its own quantiles. Thus c elements at either end are clamped, or fewer if they tie
+    with the threshold. A threshold is an element of X, never interpolated, so every algorithm finds the same one. −X
+    has the thresholds of X, negated and swapped. A clamped element becomes equal to its threshold. Scales then follow
+    the bulk of X. ΔX is nonzero for at most 2(1 − α)·n elements and stays in the GEMM's dtype, to which it is rounded
+    once. ``residual: false`` leaves ΔX out.
 
     NaN and Inf are not clamped, so that their block is NaN also with ``residual: false``; NaN counts as the largest
     value. Gradients pass straight through, also those of clamped elements. If X is transformed first, as by hadamard,
-    quantiles and clamping are those of the transformed X, padding included.
+    the transformed X is clamped to its own quantiles, padding included.
 
     Source: Wang et al. 2025, "Optimizing Large Language Model Training Using FP4 Quantization", outlier clamping and
-    compensation, for activations, with α 0.999, 0.99 and 0.97 compared. The authors' code (MS-AMP) sorts the tensor
-    and takes the places ⌊(1 − α)·n⌋ and ⌊α·n⌋; the second is at most one place above ours. Its layers leave the
-    residual out, as ``residual: false`` does.
+    compensation, for activations, with α 0.999, 0.99 and 0.97 compared. The authors' code (MS-AMP) sorts the tensor and
+    takes the places ⌊(1 − α)·n⌋ and ⌊α·n⌋; the second is at most one place above n − 1 − c. The layers of that code
+    leave the residual out, as ``residual: false`` does.
 
     Stage: split.
 
@@ -76,13 +76,13 @@ class SplitOutliers(Wrapper):
     options: OutlierClamp
 
     def split(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
-        """Return clamped X and ΔX, rounded to the dtype of ``x``; without ``residual`` None in place of ΔX."""
+        """Return clamped X and ΔX, rounded to the dtype of ``x``; without ``residual``, None in place of ΔX."""
         low, high = self.thresholds(x, context)
         part = torch.where(x.abs() < math.inf, x.clamp(low, high), x)
         return part, torch.where(part == x, 0.0, x - part) if self.options.residual else None
 
     def thresholds(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """Return x_low and x_high, 0-d; in a grouped product those of each expert, broadcastable to ``x``."""
+        """Return x_low and x_high, 0-d; in a grouped product, one pair for each expert, broadcastable to ``x``."""
         ordered = torch.where(x == x, x, math.inf)  # NaN as the largest value
         # The share is a ratio of integers, so that a hundredth of 300 elements is 3 and n may be symbolic.
         share = (1 - Fraction(str(self.options.quantile))).limit_denominator(_LARGEST_DENOMINATOR)

@@ -22,13 +22,13 @@ class QuestScale(Technique):
     """Sets the block scale S = 2^⌊log2(c·σ/Qmax + 10⁻⁸)⌋ from the standard deviation σ of the block about its mean.
 
     The block statistic is Z = 2^Emax·(c·σ/Qmax + 10⁻⁸), from which the rule ``floor`` computes S. c·σ is the largest
-    value that the unrounded scale can represent: c = 2.92247856 minimizes the squared error of Gaussian numbers in
-    E2M1. Values above 6·S are clipped, and ``step_gradient`` with ``kind: clip`` gives them no gradient. The padding of
-    a last block counts as zeros.
+    value that elements represent under the unrounded scale; c = 2.92247856 minimizes the squared error of Gaussian
+    numbers in E2M1. Values above 6·S are clipped, and ``step_gradient`` with ``kind: clip`` gives them no gradient. The
+    padding of a last block counts as zeros.
 
     Source: Panferov et al. 2025, "QuEST"; the forward of Castro et al. 2025, "Quartet", and its released quantizer,
     which has these constants. Rounding the scale down loses what c gains: averaged over σ, the squared error of
-    Gaussian blocks is 2.24 % of their square sum, but 1.34 % under OCP's ``floor`` of the maximum.
+    Gaussian blocks is 2.24 % of their square sum, but 1.34 % under OCP's rule, ``floor`` of the amax.
 
     Stage: block statistic.
 
@@ -72,7 +72,7 @@ class DeviationScale(BlockScale):
         spec = context.spec
         assert spec is not None
         assert isinstance(spec.block, int)
-        # In units of the largest magnitude the sums do not depend on the order, which differs in compiled code.
+        # Sums of values divided by their amax do not depend on the order of addition, which differs in compiled code.
         unit = torch.where(z == 0, 1.0, z).double()
         centred = values.double() - unit * (total(values / unit, context.axes, spec.block) / spec.block)
         largest = centred.abs().amax(context.axes, keepdim=True)

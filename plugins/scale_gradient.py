@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 class ScaleGradient(Technique):
     """Replaces the straight-through 1 by a surrogate derivative q'(s) of rounding the block scale s to its format.
 
-    s1 <= s < s2 are the neighbouring scales, and t = (s - s1)/(s2 - s1). ``dge`` is (1/k)·abs(2t - 1)^(1/k - 1), capped
-    at 3. ``spline`` is the slope of the polyline through the points (threshold, threshold rounded to nearest even): 0
-    around scales of even code and 2 around scales of odd code; for E8M0, if its ties go up, 4/3 everywhere. ``ste`` is
-    1. Above the format's maximum surrogates are 0; then all are clipped to [lower, upper]. The spec's convention
-    decides what s is, Z/Qmax (``decode``) or Qmax/Z (``encode``), and so the surrogate. With ``range: low`` the
-    surrogate acts below the format's smallest normal number, where the quotient of s and the rounded s deviates most
-    from 1, and is 1 above.
+    s1 <= s < s2 are neighbouring scales of the format, and t = (s - s1)/(s2 - s1).
+    ``dge`` is (1/k)·abs(2t - 1)^(1/k - 1), capped at 3. ``spline`` is the slope of the polyline through the points
+    (threshold, threshold rounded to nearest even): 0 around scales of even code and 2 around scales of odd code; for
+    E8M0, if its ties go up, 4/3 everywhere. ``ste`` is 1. Above the format's maximum surrogates are 0. All surrogates
+    are then clipped to [lower, upper]. The spec's convention decides what s is, Z/Qmax (``decode``) or Qmax/Z
+    (``encode``), and so the surrogate. With ``range: low`` the surrogate acts below the format's smallest normal
+    number, where the quotient of s and the rounded s deviates most from 1. Above that number the surrogate is 1.
 
     Source: "Elucidating the design space of FP4 training", sec. 5 and Eq. 1. The clip from below, 0.2, is our choice,
     as for step_gradient.
@@ -70,13 +70,13 @@ class ScaleGradient(Technique):
         """Return a reason unless the scale is rounded and differentiated."""
         smooth = techniques.get("smooth_max")
         if self.kind == "ste":
-            return "kind: ste is the derivative 1 that the block scale has without it"
+            return "kind: ste is the derivative 1, which the block scale has without scale_gradient"
         if smooth is None or getattr(smooth, "kind", "ste") == "ste":
             return "the block scale is differentiated only beside smooth_max with a kind other than ste"
         acting = [spec.scale.format for o in GROUPS["forward"] if (spec := specs.get(o)) is not None]
-        if acting and all(number == FP32 for number in acting):
+        if acting and all(f == FP32 for f in acting):
             return "a scale in fp32 is not rounded"
-        if acting and self.range == "low" and all(not number.has_zero or number == FP32 for number in acting):
+        if acting and self.range == "low" and all(not f.has_zero or f == FP32 for f in acting):
             return "range: low is for scale formats with subnormals"
         return None
 
@@ -95,18 +95,18 @@ class ScaleSlope(Gradient):
     def scale_surrogate(self, ideal: Tensor, context: Context) -> Tensor | None:
         """Return q'(s), shape of ``ideal``."""
         assert context.spec is not None
-        number, ties = context.spec.scale.format, context.spec.scale.ties
-        if number == FP32:
+        scale_format, ties = context.spec.scale.format, context.spec.scale.ties
+        if scale_format == FP32:
             return None
-        part, odd = surrogates.scale_fraction(ideal, number)
+        part, odd = surrogates.scale_fraction(ideal, scale_format)
         if self.options.kind == "dge":
             slope = surrogates.dge(part, self.options.k)
         else:
-            slope = 2 * odd if number.has_zero or ties == "even" else torch.full_like(ideal, 4 / 3)
-        slope = torch.where(ideal <= number.max, slope, torch.zeros_like(slope))
+            slope = 2 * odd if scale_format.has_zero or ties == "even" else torch.full_like(ideal, 4 / 3)
+        slope = torch.where(ideal <= scale_format.max, slope, torch.zeros_like(slope))
         slope = slope.clamp(*self.options.bounds)
         if self.options.range == "low":
-            slope = torch.where(ideal < 2.0**number.min_exponent, slope, torch.ones_like(slope))
+            slope = torch.where(ideal < 2.0**scale_format.min_exponent, slope, torch.ones_like(slope))
         return slope
 
 

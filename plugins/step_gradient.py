@@ -24,12 +24,12 @@ class StepGradient(Technique):
     v1 <= u < v2 are the neighbouring element values, and t = (u - v1)/(v2 - v1):
     ``dge`` Q' = (1/k)·abs(2t - 1)^(1/k - 1), infinite in the middle and therefore capped (``upper``, 3);
     ``sigmoid`` Q' = (12/T)·σ(z)(1 - σ(z)), z = 12(t - 1/2)/T;
-    ``spline`` Q' is the slope of the line through ``knots`` on abs(u), by default (threshold, threshold to nearest
-    even). For E2M1 these slopes are 0 on [0, .25), 2 on [.25, .75), 0 on [.75, 1.25), 2 on [1.25, 1.75), 0 on
-    [1.75, 2.5), 2 on [2.5, 3.5), 0 on [3.5, 5) and 2 on [5, 6];
+    ``spline`` Q' is the slope of the polyline through ``knots`` at abs(u); default knots are (threshold, threshold
+    rounded to nearest even). For E2M1 these slopes are 0 on [0, .25), 2 on [.25, .75), 0 on [.75, 1.25), 2 on
+    [1.25, 1.75), 0 on [1.75, 2.5), 2 on [2.5, 3.5), 0 on [3.5, 5) and 2 on [5, 6];
     ``clip`` Q' = 1, so that only clipped elements get no gradient (QuEST's trust mask, in Quartet's forward);
     ``ste`` Q' = 1 everywhere, the default of every policy. Beyond ±Qmax the other surrogates are 0. The result is
-    clipped to [``lower``, ``upper``]: for spline to at least 0.2, so that no gradient is masked out; for dge to [0, 3].
+    clipped to [``lower``, ``upper``]: by default spline to at least 0.2, so that no gradient is 0, and dge to [0, 3].
 
     Source: "Elucidating the design space of FP4 training", sec. 4 (spline, with clipping from below; the paper
     describes the knots without printing them, and we chose the bound 0.2) and A.13 (sigmoid); Wang et al. 2025,
@@ -63,7 +63,7 @@ class StepGradient(Technique):
     @classmethod
     def _ascending(cls, value: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
         if value and (len(value) < 2 or any(b[0] <= a[0] for a, b in itertools.pairwise(value))):
-            raise ValueError("knots are at least two pairs (abs(u), value), abs(u) ascending")
+            raise ValueError("knots must be at least two pairs (abs(u), value) with ascending abs(u)")
         if value and value[0] != (0, 0):
             raise ValueError(f"knots begin at (0, 0); the first is {value[0]}")
         return value

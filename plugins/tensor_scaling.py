@@ -24,28 +24,28 @@ class TensorScaling(Technique):
 
     h(X) = γ·f(X/γ) (Eq. 2, where κ = 1). g = max_p Z_p over the blocks p of a group, from the block statistics and not
     from X. κ = Qmax·T·headroom, where T is ``target`` or else the scale format's maximum: 6·448·headroom for E2M1 and
-    E4M3. The largest block's decode scale is then T·headroom, S_b = q(amax_b/6 · 2688/amax), and an element q stands
-    for q·S_b·amax/2688, as in NVFP4 hardware. Encode scales are the reciprocals s_b = q(6/amax_b · amax/2688), and the
-    largest block has the least, 1/(T·headroom) (sec. 3.1: 2/448 with headroom 0.5). E4M3 then represents blocks down to
-    1/10^5 of the largest, with a coarse subnormal as scale. Scales with fp32's exponents (E8M0, E8M3, FP32, BF16) have
-    range to spare: κ = 1 without ``target``. ``gradient_target`` replaces ``target`` for dY, if forward operands leave
-    room for four_over_six. γ of a whole tensor is applied after the GEMM, as in hardware: the fp32 accumulator times
-    γ_a·γ_b is rounded. γ is fp32, at least 2^-126, and 1 for zeros.
+    E4M3. The largest block's decode scale is then T·headroom, S_b = q(amax_b/6 · 2688/amax), and an element e stands
+    for e·S_b·amax/2688, as in NVFP4 hardware. Encode scales are the reciprocals s_b = q(6/amax_b · amax/2688), and the
+    largest block has the least scale, 1/(T·headroom) (sec. 3.1: 2/448 with headroom 0.5). E4M3 then represents blocks
+    down to 1/10^5 of the largest, with a coarse subnormal as scale. Scales with fp32's exponents (E8M0, E8M3, FP32,
+    BF16) have range to spare: κ = 1 without ``target``. ``gradient_target`` replaces ``target`` for dY, where
+    ``target`` leaves room for four_over_six in the forward. γ of a whole tensor is applied after the GEMM, as in
+    hardware: the fp32 accumulator times γ_a·γ_b is rounded. γ is fp32, at least 2^-126, and 1 for zeros.
 
     With ``input_granularity: row`` each token of fprop.input has a γ. The numbers of a token then do not depend on the
     other tokens of its batch, as needed if servers batch otherwise. With ``hold_steps`` h > 1 γ is refreshed at every
     h-th training forward and kept in between. γ is then a sample, not a running maximum; larger values saturate. γ is
-    kept only for products with a weight. Each backward must follow its forward, because it refreshes γ of dY.
+    kept only for products with a weight. Each backward must follow its forward, because the backward refreshes γ of dY.
 
     With ``share: siblings`` g of fprop.weight is the largest g of the weights that servers fuse under one tensor scale:
-    q, k and v; gate and up. Families of ``groups`` come first. γ of X is equal already. Each expert has shared γ.
+    q, k and v; gate and up. Families of ``groups`` come first. γ of X is equal in any case. Each expert has a shared γ.
 
     Source: "Elucidating the design space of FP4 training", Eq. 2 and sec. 3.1, also for headroom 0.5 (after Chmiel et
     al. 2025, "FP4 All the Way"); NVIDIA 2025, "Pretraining LLMs with NVFP4"; Graphcore's UE5M3 code (held γ).
 
     Stages: scale (group scale), observe (the held γ).
 
-    Cost: a maximum over n/l block statistics, and a product with the accumulator. The complexity weight is Table 9's.
+    Cost: a maximum over n/l block statistics, and a product with the accumulator. Weight: design-space paper, Table 9.
 
     Use it whenever scales have few exponents: without γ, E4M3 scales underflow on gradients.
     """
@@ -57,7 +57,7 @@ class TensorScaling(Technique):
     granularity: Literal["tensor", "all", "row"] | Annotated[int, Field(ge=1)] = Field(
         "tensor", description="Elements that share γ: tensor (of an expert), all, row (a line), or a number."
     )
-    input_granularity: Literal["row"] | None = Field(None, description="For X: a token in fprop, a channel in wgrad.")
+    input_granularity: Literal["row"] | None = Field(None, description="X: γ per token in fprop, per channel in wgrad.")
     headroom: float = Field(1.0, gt=0, le=1, description="Share of the scale format's range that decode scales use.")
     target: Positive | None = Field(None, description="Largest block's decode scale, instead of the format's maximum.")
     gradient_target: Positive | None = Field(None, description="The target of dY in dgrad and wgrad, if different.")

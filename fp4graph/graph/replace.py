@@ -90,7 +90,7 @@ def call_of(site: PlannedSite, product: Product) -> SiteCall:
 
 
 def replace(site: PlannedSite) -> set[Node]:
-    """Replace the node of ``site`` by a call of the function of its program; return the state nodes that the forward writes.
+    """Replace the node of ``site`` by a call of its program's function; return the state nodes that the forward writes.
 
     Raises:
         CaptureError: as :func:`call_of`.

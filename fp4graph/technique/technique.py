@@ -66,7 +66,7 @@ class Technique(BaseModel):
         """Return the reason why this technique changes nothing beside the others, or None. The author is warned."""
 
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs | None:
-        """Return new specs of the operands, or None to change nothing. Raise ValueError if options do not fit the site."""
+        """Return new specs of the operands, or None for no change. Raise ValueError if options do not fit the site."""
 
     @property
     def loss_scaler(self) -> Mapping[str, float] | None:
