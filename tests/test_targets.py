@@ -25,7 +25,7 @@ TARGETS = targets.data().targets
 
 
 def verdict(policy, target, gemm="fprop", op="linear"):
-    """Return whether ``target`` runs a GEMM natively, and why, which must be the same for all rows of the GEMM."""
+    """Return the kind and the reason of the verdict of ``target`` on a GEMM; all rows of the GEMM must agree."""
     rows = native_on(target, fp4graph.load_policy(policy))
     ((kind, why),) = {(kind, why) for _, *product, kind, why in rows if product == [op, gemm]}
     return kind, why
@@ -53,11 +53,11 @@ def test_every_source_is_used_and_every_format_is_multiplied():
         ("tetrajet", "b300", "dgrad", "native", "MXFP4 x MXFP4 (torch with MSLK)"),
         ("tetrajet", "rtx5090", "fprop", "simulated", "E8M0 scales, NVFP4 has E4M3"),
         ("tetrajet", "mi355x", "wgrad", "native", "MXFP4 x MXFP4"),
-        # Of GPUs only Hopper multiplies FP8 in tiles of 128 with squares of 128 x 128.
+        # Among GPUs, only Hopper multiplies FP8 in tiles of 128 with squares of 128 x 128.
         ("fp8-block", "h200", "fprop", "native", "FP8 by tile x FP8 by tile"),
         ("fp8-block", "b200", "fprop", "simulated", "blocks of 128"),
         ("fp8-block", "torchao", "wgrad", "native", "FP8 by tile x FP8 by tile"),
-        # No hardware multiplies encode scales, group scales, these elements, or one quantized operand.
+        # No hardware multiplies operands with encode or group scales or these elements, or quantized by exact operands.
         ("nvfp4", "b200", "fprop", "simulated", "encode"),
         ("tetrajet-v2", "b200", "fprop", "simulated", "tensor_scaling has scales of groups"),
         ("averis", "b200", "fprop", "simulated", "mean_split wraps the quantizer of fprop.input"),
@@ -87,7 +87,7 @@ def test_every_source_is_used_and_every_format_is_multiplied():
         ("nvfp4-te-4over6", "vllm", "fprop", "simulated", "four_over_six with operands"),
         ("mxfp8", "vllm", "dgrad", "simulated", "it serves, and does not train"),
         (rotated("fprop"), "vllm", "fprop", "simulated", "hadamard with kind deterministic or random_backward only"),
-        # torchao has these, but draws no signs anew.
+        # torchao runs NVFP4 and its techniques, but does not draw new signs at each step.
         ("nvfp4-te", "torchao", "wgrad", "native", "NVFP4 x NVFP4"),
         ("nvfp4-te-4over6", "torchao", "fprop", "simulated", "tensor_scaling with target None only, not 256.0"),
         ("mxfp4-rht-sr", "torchao", "dgrad", "simulated", "E8M0 scales"),
@@ -145,7 +145,7 @@ def test_gradients_in_e5m2_are_native_beside_e4m3_where_the_kernel_takes_both():
     tensor, row = ({"element": "e4m3", "block": block, "scale": {"format": "fp32"}} for block in ("tensor", "row"))
     policy = one_rule(quantize=tensor, operands={"gradients": {"element": "e5m2"}})
     assert verdict(policy, "h200", "dgrad") == ("native", "FP8 in E5M2 by tensor x FP8 by tensor")
-    assert verdict(one_rule(quantize=tensor | {"element": "e5m2"}), "h200")[0] == "simulated"  # two of E5M2
+    assert verdict(one_rule(quantize=tensor | {"element": "e5m2"}), "h200")[0] == "simulated"  # both operands are E5M2
     policy = one_rule(quantize=row, operands={"wgrad.input": {"element": "e5m2"}})
     found = [verdict(policy, target, "wgrad")[0] for target in ("h200", "b200", "mi355x")]
     assert found == ["native", "simulated", "simulated"]  # the CUTLASS kernel and ROCm take E4M3 on the right

@@ -29,7 +29,7 @@ def by_encoders(model):
 
 
 def trained(run, policy="tetrajet", **options):
-    """Train as open_clip's train_one_epoch."""
+    """Train as open_clip's train_one_epoch does; return the model and the losses."""
     model = applied(clip(), policy, **options)
     optimizer, losses = prepared(model), []
     for _ in range(3):

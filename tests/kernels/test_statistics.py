@@ -1,5 +1,5 @@
-"""Scales, errors, moments and choices of blocks have the bits of tensor code; order statistics those of numpy's sort;
-means are close to those of rational numbers."""
+"""Operators give the bits of tensor code for scales, errors, moments and choices of blocks; order statistics equal
+numpy's sort, and means are close to exact means in rational numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("kernels")]
 
 
 def specs() -> list[Any]:
-    """Return every scale format with each of its rules but stochastic rounding; all but two formats are `long`."""
+    """Return a spec for each scale format and each of its rules except stochastic; only two formats are not `long`."""
     rules = [rule for rule in RULES if rule[1] != "stochastic"]
     scales = [
         ScaleSpec(name, rule, convention, ties=ties[0] if ties else None)
@@ -103,9 +103,9 @@ def test_means_are_close_to_those_of_rational_numbers(shape, dtype):
 
 def test_means_of_either_axis_and_of_nothing():
     x = torch.arange(4.0).view(2, 2)
-    for axis, due in ((0, [[1, 2]]), (-2, [[1, 2]]), (1, [[0.5], [2.5]]), (-1, [[0.5], [2.5]])):
+    for axis, rows in ((0, [[1, 2]]), (-2, [[1, 2]]), (1, [[0.5], [2.5]]), (-1, [[0.5], [2.5]])):
         for means in by_both(lambda axis=axis: statistics.mean(x, axis)):
-            assert means.tolist() == due
+            assert means.tolist() == rows
     for means in by_both(lambda: statistics.mean(torch.empty(0, 3), 0)):
         assert means.shape == (1, 3)
         assert means.isnan().all()
@@ -130,9 +130,10 @@ def test_means_at_the_ends_of_the_range(threads, set_threads):
     assert means[0, 4:].isnan().all()
 
 
-def parts(shape: tuple[int, ...], spec: QuantSpec, transposed: bool = False) -> tuple[Blocking, Tensor, Tensor, Tensor]:
-    """Return a blocking, values of every magnitude (with NaN and Inf, unless one block has them all), their statistics
-    and scales."""
+def blocked_data(
+    shape: tuple[int, ...], spec: QuantSpec, transposed: bool = False
+) -> tuple[Blocking, Tensor, Tensor, Tensor]:
+    """Return a blocking, values of every magnitude (with NaN and Inf, if they have several blocks), statistics, scales."""
     x = torch.randn(shape) * torch.exp2(torch.randint(-30, 30, shape).float())
     if x.numel() and spec.block != "tensor":
         x.flatten()[::97] = any_floats((x.flatten()[::97].numel(),))
@@ -163,11 +164,11 @@ def test_errors_of_blocks(block, measure, convention, shape, transposed):
     if transposed and len(shape) < 2:
         pytest.skip("a vector has no other layout")
     spec = QuantSpec("e2m1", block, ScaleSpec("e4m3", "nearest_even", convention), rounding="stochastic")
-    blocking, values, z, scale = parts(shape, spec, transposed)
+    blocking, values, z, scale = blocked_data(shape, spec, transposed)
     found, expected = by_both(lambda: measures.block_errors(values, scale, z, spec, measure, blocking))
     assert_same_bits(found, expected)
     assert found.numel() == 0 or (found.isfinite() & (found > 0)).any()
-    # Of half of the blocks both scales are nearly equal: fp32 cannot tell their errors apart.
+    # In half of the blocks the two scales are nearly equal, and fp32 cannot tell their errors apart.
     factors = torch.where(torch.arange(scale.numel()).reshape(scale.shape) % 2 == 0, 1.5, 1 + 2**-22)
     for others, unit in itertools.product((scale, scale * factors, scale / factors), (z, z * 0.3)):
         less, expected = by_both(
@@ -180,7 +181,7 @@ def test_errors_of_blocks(block, measure, convention, shape, transposed):
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("convention", ["decode", "encode"])
 def test_measures_under_scales_that_are_no_powers_of_two(convention, transposed):
-    """Under E8M0: dividing by 41 is not multiplying by 1/41, which is rounded."""
+    """Dividing by a scale of 41 is not multiplying by 1/41, which is rounded, even if the spec has E8M0 scales."""
     spec = QuantSpec("e2m1", 16, ScaleSpec("e8m0", "nearest_even", convention))
     x = (torch.arange(70 * 96) % 49 - 24).float().view(70, 96) * 41 / 4
     blocking = Blocking(tuple(x.shape), 16)
@@ -201,11 +202,11 @@ def test_measures_under_scales_that_are_no_powers_of_two(convention, transposed)
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 def test_moments_of_blocks(transposed):
     spec = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even"), ties="away")
-    blocking, values, _, scale = parts((64 if transposed else 70, 96), spec, transposed)
+    blocking, values, _, scale = blocked_data((64 if transposed else 70, 96), spec, transposed)
     assert values.is_contiguous() != transposed
     found, expected = by_both(lambda: measures.group_moments(values, scale, spec, blocking, 128.0, 64))
-    for sums, due in zip(found, expected, strict=True):
-        assert_same_bits(sums, due)
+    for sums, tensor_code in zip(found, expected, strict=True):
+        assert_same_bits(sums, tensor_code)
     for block, length in ((16, 8), (16, 40), ((16, 16), 64)):
         with pytest.raises(ValueError, match=f"groups of {length} elements do not consist of whole blocks"):
             measures.group_moments(values, scale, replace(spec, block=block), blocking, 128.0, length)
@@ -215,9 +216,9 @@ def test_moments_of_blocks(transposed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block", [16, (16, 16)], ids=str)
 def test_operators_divide_the_operand_as_they_read_it(block, dtype, transposed):
-    """With an operand and its divisor, they give the bits of the divided values, and do not read those."""
+    """Given an operand and its divisor, operators give the bits of the divided values without reading these values."""
     spec = QuantSpec("e2m1", block, ScaleSpec("e4m3", "nearest_even"), ties="away")
-    blocking, operand, *_ = parts((130, 70), spec, transposed)
+    blocking, operand, *_ = blocked_data((130, 70), spec, transposed)
     operand, gamma = operand.to(dtype), torch.tensor([0.37])
     values = operand.float() / gamma
     z = scaling.amax(values, blocking.axes)
@@ -234,8 +235,8 @@ def test_operators_divide_the_operand_as_they_read_it(block, dtype, transposed):
     if block == 16:
         _, expected = by_both(lambda: measures.group_moments(values, scale, spec, blocking, 128.0, 32))
         moments = measures.group_moments(unread, scale, spec, blocking, 128.0, 32, quotient)
-        for sums, due in zip(moments, expected, strict=True):
-            assert_same_bits(sums, due)
+        for sums, tensor_code in zip(moments, expected, strict=True):
+            assert_same_bits(sums, tensor_code)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +252,7 @@ def test_operators_divide_the_operand_as_they_read_it(block, dtype, transposed):
 def test_blocks_choose_their_element_format(elements, block, selector, shape, transposed, rounding):
     how = dict(zip(("rounding", "ties", "random_bits"), rounding, strict=True))
     spec = QuantSpec(elements, block, ScaleSpec("e4m3", "nearest_even"), selector=selector, **how)
-    blocking, values, _, scale = parts(shape, spec, transposed)
+    blocking, values, _, scale = blocked_data(shape, spec, transposed)
     ratios, noise = scaling.ratio(values, scale, spec), Noise(make_key(3), blocking, values.device)
     found, expected = by_both(lambda: measures.round_elements(ratios, spec, noise))
     assert_same_bits(found, expected)
@@ -281,7 +282,8 @@ def test_blocks_of_any_layout_choose_their_element_format(shape, block, dim, tra
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize(("selector", "power"), [("mse", 2), ("mae", 1)])
 def test_choices_between_nearly_equal_errors(selector, power, transposed):
-    """The last bits of the errors decide: sums in fp32 would mislead. The test calls errors equal within 2^-20."""
+    """The last bits of the errors decide: sums in fp32 would mislead. The test counts errors as equal if they
+    differ by less than 2^-20 of their size."""
 
     def errors(u):
         integers = round_nearest(u * 7.0 / 6.0, INT4, "even") * 6.0 / 7.0

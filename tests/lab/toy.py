@@ -58,7 +58,7 @@ def slow(run, report):
 def logged(run, report):
     """Append a line per training to the file ``run.data``.
 
-    A training that finds a file ``hold`` beside it deletes ``hold`` and sleeps, so that a test can kill it meanwhile.
+    A training that finds a file ``hold`` beside ``run.data`` deletes ``hold`` and sleeps, so that a test can kill it.
     """
     assert run.data is not None
     with contextlib.suppress(FileNotFoundError):
@@ -88,6 +88,6 @@ def sweep(url, log, trials, milliseconds):
 
 
 if __name__ == "__main__":
-    from tests.lab import toy  # by the name that the worker processes know it by
+    from tests.lab import toy  # worker processes find the objective under this name
 
     toy.sweep(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

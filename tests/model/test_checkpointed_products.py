@@ -36,12 +36,12 @@ def attention(layer, x):
     return (x @ x.mT).softmax(-1) @ x
 
 
-def both(layer, x):
+def layer_then_attention(layer, x):
     return attention(layer, layer(x))
 
 
 class Region(nn.Module):
-    """Runs ``body`` in a method, checkpointed (``reentrant`` or not) or, with None, as it is."""
+    """Runs ``body`` in a method: under a checkpoint, ``reentrant`` or not, or without a checkpoint if it is None."""
 
     def __init__(self, body, reentrant):
         super().__init__()
@@ -80,12 +80,12 @@ def trained(make, policy, *, stance=None, strict=False):
 @pytest.mark.parametrize("stance", [None, "force_eager"])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("body", [borrowed, twice, attention, both])
+@pytest.mark.parametrize("body", [borrowed, twice, attention, layer_then_attention])
 def test_a_checkpointed_function_trains_as_without_a_checkpoint(body, policy, reentrant, stance):
     plain = trained(lambda: Net(body, None), POLICIES[policy])
-    again = trained(lambda: Net(body, reentrant), POLICIES[policy], stance=stance)
-    assert len(plain) == len(again)
-    assert all(map(torch.equal, plain, again))
+    checkpointed = trained(lambda: Net(body, reentrant), POLICIES[policy], stance=stance)
+    assert len(plain) == len(checkpointed)
+    assert all(map(torch.equal, plain, checkpointed))
 
 
 class Breaks(nn.Module):

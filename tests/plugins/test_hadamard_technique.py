@@ -49,10 +49,10 @@ def test_rotations_cancel_exactly_for_powers_of_four_and_to_rounding_for_other_b
         assert torch.equal(product, x @ w.T)
         assert torch.equal(back, x)
     else:
-        # A rotation rounds 1/√g and its product, to 2^-24 each; by Cauchy-Schwarz norms bound sums of magnitudes.
-        of_x, of_w = x.norm(dim=1).max().item(), w.norm(dim=1).max().item()
-        torch.testing.assert_close(product, x @ w.T, rtol=0, atol=(2 * 2 + 64) * 2.0**-24 * of_x * of_w)
-        torch.testing.assert_close(back, x, rtol=0, atol=(2 * 2 + 5) * 2.0**-24 * of_x)  # log2(32) = 5 rounded sums
+        # A rotation rounds 1/√g and the products with it, each by at most 2^-24. Norms bound sums (Cauchy-Schwarz).
+        norm_x, norm_w = x.norm(dim=1).max().item(), w.norm(dim=1).max().item()
+        torch.testing.assert_close(product, x @ w.T, rtol=0, atol=(2 * 2 + 64) * 2.0**-24 * norm_x * norm_w)
+        torch.testing.assert_close(back, x, rtol=0, atol=(2 * 2 + 5) * 2.0**-24 * norm_x)  # log2(32) = 5 rounded sums
 
 
 @pytest.mark.parametrize("block", [16, 32])
@@ -82,10 +82,10 @@ def test_random_signs_go_before_the_rotation_and_are_the_same_in_every_block():
 
 @pytest.mark.slow
 def test_signs_are_drawn_anew_at_every_forward_unless_resample_is_never():
-    anew, kept = program({"block": 16}), program({"block": 16, "resample": "never"})
-    for built, varies, count in ((anew, "step", 8), (kept, "step", 1), (kept, "seed", 8)):
+    resampled, fixed = program({"block": 16}), program({"block": 16, "resample": "never"})
+    for built, varies, count in ((resampled, "step", 8), (fixed, "step", 1), (fixed, "seed", 8)):
         assert len({tuple(signs_of(built, **{varies: i}).diagonal().tolist()) for i in range(8)}) == count
-    mean = torch.stack([signs_of(anew, step=i).diagonal()[:16] for i in range(400)]).mean(0)
+    mean = torch.stack([signs_of(resampled, step=i).diagonal()[:16] for i in range(400)]).mean(0)
     assert mean.abs().max() < 4.5 / 400**0.5  # 4.5 standard errors of a fair sign
 
 

@@ -34,7 +34,7 @@ def blocks(x, length=32):
 
 
 def chosen(x, options):
-    """Return the blocks whose largest element among those that become zero is largest; of equal ones the first."""
+    """Return the blocks in which the largest element that becomes zero is largest; among equal blocks, the first."""
     q = fp4graph.fake_quantize(x, SPEC)
     pairs = [list(zip(x[r, a:b].tolist(), q[r, a:b].tolist(), strict=True)) for r, a, b in blocks(x)]
     score = [max((abs(v) for v, w in block if w == 0), default=0.0) for block in pairs]
@@ -45,11 +45,11 @@ def chosen(x, options):
     return sorted(range(len(score)), key=lambda i: (-score[i], i))[:count]
 
 
-def expected(x, some):
-    """Return Q(X), with a second pass of some blocks added."""
+def expected(x, selected):
+    """Return Q(X), with the second pass of the ``selected`` blocks added."""
     y = fp4graph.fake_quantize(x, SPEC)
     again, places = fp4graph.fake_quantize(x - y, SPEC), blocks(x)
-    for r, a, b in (places[index] for index in some):
+    for r, a, b in (places[index] for index in selected):
         y[r, a:b] += again[r, a:b]
     return y
 
@@ -58,9 +58,9 @@ def expected(x, some):
 @pytest.mark.parametrize("options", [{}, {"fraction": 0.3}, {"fraction": 1.0}, {"threshold": 0.002}])
 def test_the_blocks_that_lose_most_get_a_second_pass(width, options):
     x = heavy_tailed(40, width)
-    some, y = chosen(x, options), quantized(x, options)
-    assert 0 < len(some) <= options.get("fraction", 0.5) * len(blocks(x))
-    assert torch.equal(y, expected(x, some))
+    selected, y = chosen(x, options), quantized(x, options)
+    assert 0 < len(selected) <= options.get("fraction", 0.5) * len(blocks(x))
+    assert torch.equal(y, expected(x, selected))
     assert (y != fp4graph.fake_quantize(x, SPEC)).any()
 
 
@@ -70,10 +70,10 @@ def test_by_rows_a_line_chooses_among_its_own_blocks(width, options):
     x = heavy_tailed(24, width)
     x[3], x[4, 5] = 0, math.nan
     count = len(blocks(x[:1]))
-    some = [row * count + i for row, line in enumerate(x.split(1)) for i in chosen(line, options)]
+    selected = [row * count + i for row, line in enumerate(x.split(1)) for i in chosen(line, options)]
     by_row = {**options, "granularity": "row"}
     y = quantized(x, by_row)
-    torch.testing.assert_close(y, expected(x, some), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(y, expected(x, selected), rtol=0, atol=0, equal_nan=True)
     assert not torch.equal(quantized(x, options).nan_to_num(), y.nan_to_num())
     # A token does not depend on the other tokens, so a rollout quantizes it as the training forward does.
     alone = torch.cat([quantized(line, by_row) for line in x.split(1)])
@@ -82,7 +82,7 @@ def test_by_rows_a_line_chooses_among_its_own_blocks(width, options):
 
 
 def test_of_equal_blocks_the_first_are_chosen_and_a_tenth_of_thirty_is_three():
-    """In floats it would be four, because 0.1 is a little above a tenth."""
+    """Computed in floats, the count would be four, because 0.1 is a little above a tenth."""
     x = heavy_tailed(1, 32).repeat(10, 3)
     assert torch.equal(quantized(x, {"fraction": 0.1}), expected(x, [0, 1, 2]))
 
@@ -102,16 +102,16 @@ def test_with_every_block_chosen_only_elements_below_a_twelfth_of_the_residual_b
 def test_the_second_pass_draws_other_noise_and_is_unbiased():
     stochastic = replace(SPEC, rounding="stochastic")
     x = heavy_tailed(64, 96)
-    both = quantized(x, {"fraction": 1.0}, rounding="stochastic")
+    total = quantized(x, {"fraction": 1.0}, rounding="stochastic")
     first = fp4graph.fake_quantize(x, stochastic, key=DRAW.varying)
-    assert not torch.equal(both, first + fp4graph.fake_quantize(x - first, stochastic, key=DRAW.varying))
+    assert not torch.equal(total, first + fp4graph.fake_quantize(x - first, stochastic, key=DRAW.varying))
     # The mean of the second pass over many elements of one value is their residual.
     x = torch.full((200, 96), 1.2)
     x[:, ::32] = 6.0
-    both = quantized(x, {"fraction": 1.0}, rounding="stochastic")
+    total = quantized(x, {"fraction": 1.0}, rounding="stochastic")
     first = fp4graph.fake_quantize(x, stochastic, key=DRAW.varying)
     for value in (1.0, 1.5):
-        second = (both - first)[first == value]
+        second = (total - first)[first == value]
         assert second.unique().numel() > 1
         assert abs(second.mean() - (1.2 - value)) < 4 * second.std() / second.numel() ** 0.5
 
@@ -131,13 +131,13 @@ def test_other_shapes_of_blocks(block):
     q = fp4graph.fake_quantize(x, spec)
     every = quantized(x, {"fraction": 1.0}, block=block)
     assert torch.equal(every, q + fp4graph.fake_quantize(x - q, spec))
-    some = quantized(x, {"fraction": 0.3}, block=block)
-    assert ((some == q) | (some == every)).all()
+    selected = quantized(x, {"fraction": 0.3}, block=block)
+    assert ((selected == q) | (selected == every)).all()
 
 
 @pytest.mark.long
 def test_by_rows_a_rollout_has_the_probabilities_of_the_training_forward():
-    """Tokens one by one from a cache agree with all tokens at once; if all blocks compete, they do not."""
+    """A forward of single tokens on a cache agrees with a forward of all tokens, unless blocks of all rows compete."""
     tokens, divergence = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(0)), {}
     for granularity in ("tensor", "row"):
         model = llama().eval()

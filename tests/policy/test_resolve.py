@@ -47,7 +47,7 @@ SPECS: list[tuple[dict[str, Any], dict[str, Any], dict[Operand, QuantSpec | None
     ),
     ({}, {"fprop.weight": "keep", "dgrad.weight": FROM_FPROP}, {Q2: None, Q4: QuantSpec(source="fprop")}),
     ({}, {"dgrad.other": {"block": 8}}, {Q3: QuantSpec(), Q4: BY_EIGHT, Q5: QuantSpec()}),
-    # An exception for a single operand applies after those for groups, wherever it is written.
+    # An exception for a single operand applies after exceptions for groups, in whatever order they are written.
     (
         {}, {"dgrad.weight": {"block": 1}, "backward": {"block": 2, "ties": "up"}},
         {Q4: QuantSpec(block=1, ties="up"), Q3: QuantSpec(block=2, ties="up")},
@@ -72,7 +72,7 @@ SPECS: list[tuple[dict[str, Any], dict[str, Any], dict[Operand, QuantSpec | None
         ({"scale": base}, {"weights": {"scale": exception}}, {Q2: QuantSpec(scale=scale)})
         for base, exception, scale in (
             ({"format": "fp32"}, {}, ScaleSpec("fp32", "nearest_even")),  # type: ignore[arg-type]
-            ({}, {"format": "e4m3"}, ScaleSpec(E4M3, "nearest_even")),  # floor was the default of e8m0, not written
+            ({}, {"format": "e4m3"}, ScaleSpec(E4M3, "nearest_even")),  # floor was e8m0's default, so it does not stay
             ({"format": "e4m3"}, {"format": "e8m0"}, ScaleSpec(E8M0, "floor")),
             ({"rounding": "stochastic"}, {"format": "e4m3"}, ScaleSpec(E4M3, "stochastic")),
             ({}, {"convention": "encode"}, ScaleSpec(E8M0, "nearest_even", "encode")),
@@ -91,9 +91,9 @@ def test_exceptions_change_the_specs_of_their_operands(
 ) -> None:
     found = specs(registry, operands, quantize)
     assert {operand: found[operand] for operand in expected} == expected
-    default = load_policy({"version": 1, "default": {**quantize, "operands": operands}}, registry)
-    assert default.default.specs == found
-    assert default.quantizes
+    policy = load_policy({"version": 1, "default": {**quantize, "operands": operands}}, registry)
+    assert policy.default.specs == found
+    assert policy.quantizes
 
 
 @pytest.mark.parametrize("address", [*GROUPS, *Operand])
@@ -108,9 +108,9 @@ def test_formats_of_plugins(registry: Registry) -> None:
     assert spec == QuantSpec(registry.elements["e1m2"], scale=ScaleSpec(registry.scales["ue4m2"], "nearest_even"))
 
 
-def policy_with(registry: Registry, shared: list[Any], of_rule: list[Any]) -> Policy:
-    rule = {"match": {}, "quantize": {}, "techniques": of_rule}
-    return load_policy({"version": 1, "rules": [rule], "techniques": shared}, registry)
+def policy_with(registry: Registry, policy_techniques: list[Any], rule_techniques: list[Any]) -> Policy:
+    rule = {"match": {}, "quantize": {}, "techniques": rule_techniques}
+    return load_policy({"version": 1, "rules": [rule], "techniques": policy_techniques}, registry)
 
 
 def test_techniques_of_a_rule_follow_those_of_the_policy_or_replace_namesakes(registry: Registry) -> None:

@@ -1,4 +1,4 @@
-"""nvfp4-smooth-swiglu by value at the product whose input is a SwiGLU; elsewhere it equals nvfp4-best."""
+"""Values of nvfp4-smooth-swiglu at the product whose input is a SwiGLU; at other sites it equals nvfp4-best."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 class Block(nn.Module):
-    """The product of a SwiGLU with a weight, and other linears, so that the module counts as a block of the model."""
+    """The product of a SwiGLU with a weight; with its other linears, the module counts as a block of the model."""
 
     def __init__(self, weight: np.ndarray) -> None:
         super().__init__()
@@ -47,8 +47,8 @@ def channel_maxima(x: np.ndarray) -> np.ndarray:
 def reference(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: SiteBits) -> tuple[np.ndarray, ...]:
     """Return (y, dx, dw) of Smooth-SwiGLU (Fishman et al. 2025): y = Q(X/s) Q(W s)^T, s = `channel_maxima`.
 
-    The backward quantizes the originals, as in all recipes of the design-space paper: dx = Q(dY) Q(W),
-    dw = Q(dY)^T Q(X), with the tensor scale and the stochastic rounding of Table 4's NVFP4 recipe.
+    The backward quantizes the original operands, as in all recipes of the design-space paper: dx = Q(dY) Q(W),
+    dw = Q(dY)^T Q(X), with the tensor scale and the stochastic rounding of the NVFP4 recipe in that paper's Table 4.
     """
     quantizer = replace(EL_NVFP4, headroom=0.5, zero="to_one")
     s = channel_maxima(x)
@@ -72,7 +72,7 @@ def test_values_at_the_product_of_a_swiglu() -> None:
     assert weight.grad is not None
     got = tuple(t.detach().double().numpy() for t in (y, up.grad / 32, weight.grad, y))
     expected = reference(data.x, data.w, data.dy, SiteBits("blocks.1.down"))
-    # y sums products of X/s and W·s, whose rows have other lengths than those of X and W.
+    # y sums products of X/s and W·s, whose rows have other norms than the rows of X and W.
     s = channel_maxima(data.x)
     smooth = Data(data.x / s, data.w * s, data.dy)
     assert [line for line in mismatches(got, [expected], data) if line[:2] in ("dx", "dw")] == []

@@ -115,7 +115,7 @@ SPECS: dict[str, Specs] = {
     "tetrajet-e3m0-weights": doubly(CEIL_E3M0, CEIL),
     "tetrajet-e3m0-gradients": doubly(CEIL, CEIL_E3M0),
     **{f"tetrajet-q{which}": alone(which, CEIL if which < 3 else sr(CEIL)) for which in range(1, 7)},
-    # TetraJet Table 6: without Q2, and without Q1 and Q2.
+    # Table 6 of the TetraJet paper: without Q2, and without Q1 and Q2.
     "tetrajet-no-wq": (CEIL, None, sr(CEIL), sr(CEIL), sr(CEIL), read(sr(CEIL))),
     "tetrajet-no-wq-aq": (None, None, *[sr(CEIL)] * 4),
     "tetrajet-v2": doubly(NV, NV),
@@ -125,7 +125,7 @@ SPECS: dict[str, Specs] = {
     "ufp4": (UNIFORM, UNIFORM, sr(UNIFORM), UNIFORM, sr(UNIFORM), UNIFORM),
     "wang-dge": (ROW, ROW, None, None, None, None),
 }
-#: Operands of the backward that are dequantized fprop operands: with Q1 alone in wgrad, with Q2 alone in dgrad.
+#: Operands of the backward that read dequantized fprop operands: wgrad.input reads Q1, and dgrad.weight reads Q2.
 REUSES = {
     "tetrajet-q1": {Q6},
     **{name: {Q4} for name in ("tetrajet-q2", "nvfp4-w4a16", "mxfp4-w4a16-experts")},
@@ -136,7 +136,7 @@ HALF = {"tensor_scaling": {"headroom": 0.5}}
 SPAM: dict[str, Any] = {"stable_spam": {}}
 GUARDED = {"stochastic_rounding": {"operands": ("backward",), "range_guard": 0.75}}
 INT_GUARDED = {"stochastic_rounding": {"operands": ("gradients",), "range_guard": 1.0625}}
-EPOCHS = {"total_steps": 90 * 1251, "start": 0.25}  # Nagel et al.'s, for the paper's 90 epochs
+EPOCHS = {"total_steps": 90 * 1251, "start": 0.25}  # the schedule of Nagel et al. for the TetraJet paper's 90 epochs
 RAMPING = {"t_update": 1251, "n_max": 1221, "t0": 30, "k1": 16, "k2": 5}
 FREEZING = {"momentum": 0.001, "threshold": 0.1, "final_threshold": 0.01, **EPOCHS}
 NOISE = {"sigma_start": 1e-2, "sigma_end": 5e-4, "stages": 10, "steps_per_stage": 20, "rollout": True}
@@ -196,7 +196,7 @@ TECHNIQUES: dict[str, dict[str, dict[str, Any]]] = {
     "tetrajet-qramping": {"q_ramping": RAMPING},
     "tetrajet-v2": {**V2, "out_control": {"mode": "wait"}},
     "ue5m3-best": {**HALF, **SPAM},
-    # One scale of all experts, too: the policy holds it beside the weight.
+    # All experts share one scale too, which the policy keeps beside the weight.
     "ue5m3-d50": {"tensor_scaling": {"target": 448.0, "hold_steps": 50, "granularity": "all"}},
     "ufp4": {"hadamard": {"scope": "all", "block": 16, "kind": "random"}},
     "wang-dge": {
@@ -204,7 +204,7 @@ TECHNIQUES: dict[str, dict[str, dict[str, Any]]] = {
         "outlier_clamp": {"quantile": 0.99, "residual": True, "operands": ("fprop.input",)},
     },
 }
-#: Policies that begin as another one and differ in a later phase.
+#: Policies that begin as another policy, which is the value, and differ in a later phase.
 PHASED = {"fp4-all-the-way-qaf": "fp4-all-the-way", "nvfp4-te-bf16": "nvfp4-te", "nvfp4-te-bf16-fprop": "nvfp4-te"}
 
 
@@ -223,7 +223,7 @@ def test_specs_and_techniques(name: str) -> None:
     """Rules quantize the linears and experts of blocks, or experts alone; the default keeps all other sites."""
     policy = load_policy(name)
     rule, *others = (rule for rule in policy.rules if rule.quantizes)
-    # Experts lack OutControl, and have other formats than linears.
+    # tetrajet-v2 has a rule for experts without out_control, nvfp4-mxfp8-experts one for linears in another format.
     assert len(others) == (name in ("tetrajet-v2", "nvfp4-mxfp8-experts"))
     ops = [op for each in (rule, *others) for op in each.match.op or ()]
     first = "grouped" if name.endswith("-experts") else "linear"
