@@ -133,7 +133,7 @@ def test_means_at_the_ends_of_the_range(threads, set_threads):
 def blocked_data(
     shape: tuple[int, ...], spec: QuantSpec, transposed: bool = False
 ) -> tuple[Blocking, Tensor, Tensor, Tensor]:
-    """Return a blocking, values of every magnitude (with NaN and Inf, if they have several blocks), statistics, scales."""
+    """Return a blocking, values of every magnitude (NaN and Inf too, but not in a single block), statistics, scales."""
     x = torch.randn(shape) * torch.exp2(torch.randint(-30, 30, shape).float())
     if x.numel() and spec.block != "tensor":
         x.flatten()[::97] = any_floats((x.flatten()[::97].numel(),))
