@@ -53,7 +53,7 @@ class FourOverSix(Technique):
     operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, that are scaled.")
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Refuse elements other than E2M1, and scales that round stochastically, whose errors cannot be compared."""
+        """Refuse elements other than E2M1, and stochastic scales, under which errors cannot be compared."""
         for operand, spec in self.specs_listed(specs).items():
             if spec.elements != (E2M1,):
                 raise ValueError(f"it chooses between the values 4 and 6 of e2m1, and {operand} is {spec.element_name}")

@@ -31,7 +31,7 @@ class OutlierClamp(Technique):
     once. ``residual: false`` leaves ΔX out.
 
     NaN and Inf are not clamped, so that their block is NaN also with ``residual: false``; NaN counts as the largest
-    value. Gradients pass straight through, also those of clamped elements. If X is transformed first, as by hadamard,
+    value. Gradients pass straight through, also at clamped elements. If X is transformed first, as by hadamard,
     the transformed X is clamped to its own quantiles, padding included.
 
     Source: Wang et al. 2025, "Optimizing Large Language Model Training Using FP4 Quantization", outlier clamping and

@@ -96,8 +96,8 @@ def test_every_source_is_used_and_every_format_is_multiplied():
     ],
 )
 def test_verdicts(policy, target, gemm, kind, why):
-    found, reason = verdict(policy, target, gemm)
-    assert found == kind
+    actual, reason = verdict(policy, target, gemm)
+    assert actual == kind
     assert why in reason
 
 
@@ -147,8 +147,8 @@ def test_gradients_in_e5m2_are_native_beside_e4m3_where_the_kernel_takes_both():
     assert verdict(policy, "h200", "dgrad") == ("native", "FP8 in E5M2 by tensor x FP8 by tensor")
     assert verdict(one_rule(quantize=tensor | {"element": "e5m2"}), "h200")[0] == "simulated"  # both operands are E5M2
     policy = one_rule(quantize=row, operands={"wgrad.input": {"element": "e5m2"}})
-    found = [verdict(policy, target, "wgrad")[0] for target in ("h200", "b200", "mi355x")]
-    assert found == ["native", "simulated", "simulated"]  # the CUTLASS kernel and ROCm take E4M3 on the right
+    kinds = [verdict(policy, target, "wgrad")[0] for target in ("h200", "b200", "mi355x")]
+    assert kinds == ["native", "simulated", "simulated"]  # the CUTLASS kernel and ROCm take E4M3 on the right
 
 
 @pytest.mark.parametrize("op", ["conv", "sdpa", "matmul"])

@@ -47,7 +47,7 @@ def apply_with_accelerate(
     state, and ``fp4graph.json`` beside it the policy (``fp4graph_1.json`` for a second applied model).
 
     ``same_policy=False`` lets ``load_state`` read a state that was saved under another policy. The other keyword
-    arguments are those of :func:`fp4graph.apply`.
+    arguments go to :func:`fp4graph.apply`.
 
     Raises:
         Error: the accelerator has already prepared the model or the optimizer; also the errors of

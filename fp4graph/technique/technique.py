@@ -1,6 +1,6 @@
 """The base class of techniques: fields are options, and ``parts`` says where the technique acts.
 
-A technique is frozen data (a pydantic model), so that equal options mean equal compiled code. Its own methods plan:
+A technique is frozen data (a pydantic model), so that equal options mean equal compiled code. Its methods plan:
 they see the site and never a tensor. What it does to tensors is in its parts (:mod:`fp4graph.technique.parts`).
 docs/techniques.md is the whole contract.
 """
@@ -82,7 +82,7 @@ class Technique(BaseModel):
 
     @classmethod
     def operand_lists(cls) -> dict[str, OperandList]:
-        """Return the options that list operands, by name: those of type :data:`~fp4graph.technique.Operands`."""
+        """Return the options that list operands, by name: options of type :data:`~fp4graph.technique.Operands`."""
         marks = ((name, mark) for name, field in cls.model_fields.items() for mark in field.metadata)
         return {name: mark for name, mark in marks if isinstance(mark, OperandList)}
 
@@ -205,7 +205,7 @@ def draws(technique: Technique) -> bool:
 
 
 def hooks_of(technique: Technique) -> tuple[OptimizerHook, ...]:
-    """Return the parts of ``technique`` that act around the optimizer's step, whatever the site."""
+    """Return the parts of ``technique`` that act around the optimizer's step; every site has the same parts."""
     for site in _ANYWHERE:
         with suppress(ValueError):
             return tuple(part for part in parts_of(technique, site) if isinstance(part, OptimizerHook))

@@ -165,9 +165,9 @@ def test_errors_of_blocks(block, measure, convention, shape, transposed):
         pytest.skip("a vector has no other layout")
     spec = QuantSpec("e2m1", block, ScaleSpec("e4m3", "nearest_even", convention), rounding="stochastic")
     blocking, values, z, scale = blocked_data(shape, spec, transposed)
-    found, expected = by_both(lambda: measures.block_errors(values, scale, z, spec, measure, blocking))
-    assert_same_bits(found, expected)
-    assert found.numel() == 0 or (found.isfinite() & (found > 0)).any()
+    actual, expected = by_both(lambda: measures.block_errors(values, scale, z, spec, measure, blocking))
+    assert_same_bits(actual, expected)
+    assert actual.numel() == 0 or (actual.isfinite() & (actual > 0)).any()
     # In half of the blocks the two scales are nearly equal, and fp32 cannot tell their errors apart.
     factors = torch.where(torch.arange(scale.numel()).reshape(scale.shape) % 2 == 0, 1.5, 1 + 2**-22)
     for others, unit in itertools.product((scale, scale * factors, scale / factors), (z, z * 0.3)):
@@ -204,8 +204,8 @@ def test_moments_of_blocks(transposed):
     spec = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even"), ties="away")
     blocking, values, _, scale = blocked_data((64 if transposed else 70, 96), spec, transposed)
     assert values.is_contiguous() != transposed
-    found, expected = by_both(lambda: measures.group_moments(values, scale, spec, blocking, 128.0, 64))
-    for sums, tensor_code in zip(found, expected, strict=True):
+    actual, expected = by_both(lambda: measures.group_moments(values, scale, spec, blocking, 128.0, 64))
+    for sums, tensor_code in zip(actual, expected, strict=True):
         assert_same_bits(sums, tensor_code)
     for block, length in ((16, 8), (16, 40), ((16, 16), 64)):
         with pytest.raises(ValueError, match=f"groups of {length} elements do not consist of whole blocks"):
@@ -254,10 +254,10 @@ def test_blocks_choose_their_element_format(elements, block, selector, shape, tr
     spec = QuantSpec(elements, block, ScaleSpec("e4m3", "nearest_even"), selector=selector, **how)
     blocking, values, _, scale = blocked_data(shape, spec, transposed)
     ratios, noise = scaling.ratio(values, scale, spec), Noise(make_key(3), blocking, values.device)
-    found, expected = by_both(lambda: measures.round_elements(ratios, spec, noise))
-    assert_same_bits(found, expected)
+    actual, expected = by_both(lambda: measures.round_elements(ratios, spec, noise))
+    assert_same_bits(actual, expected)
     alone = [measures.round_elements(ratios, QuantSpec(e, block, spec.scale, **how), noise) for e in elements]
-    assert block == "tensor" or all((found != other).any() for other in alone)
+    assert block == "tensor" or all((actual != other).any() for other in alone)
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
@@ -275,8 +275,8 @@ def test_blocks_of_any_layout_choose_their_element_format(shape, block, dim, tra
     blocking = Blocking(shape, block, dim)
     ratios = blocking.split(x * 12 - 6)
     noise = Noise(make_key(3), blocking, ratios.device)
-    found, expected = by_both(lambda: measures.round_elements(ratios, spec, noise))
-    assert_same_bits(found, expected)
+    actual, expected = by_both(lambda: measures.round_elements(ratios, spec, noise))
+    assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
@@ -315,8 +315,8 @@ def test_choices_between_nearly_equal_errors(selector, power, transposed):
     blocked = u.view(-1, 64, 16).transpose(0, 1).contiguous()
     if transposed:
         blocked = blocked.permute(1, 2, 0).contiguous().permute(2, 0, 1)
-    found, expected = by_both(lambda: measures.round_elements(blocked, spec, Noise(None, blocking, u.device)))
-    assert_same_bits(found, expected)
+    actual, expected = by_both(lambda: measures.round_elements(blocked, spec, Noise(None, blocking, u.device)))
+    assert_same_bits(actual, expected)
 
 
 TEXT, OTHER, DRAWS, OTHER_DRAWS = (

@@ -89,18 +89,18 @@ SPECS: list[tuple[dict[str, Any], dict[str, Any], dict[Operand, QuantSpec | None
 def test_exceptions_change_the_specs_of_their_operands(
     quantize: dict[str, Any], operands: dict[str, Any], expected: dict[Operand, QuantSpec | None], registry: Registry
 ) -> None:
-    found = specs(registry, operands, quantize)
-    assert {operand: found[operand] for operand in expected} == expected
+    resolved = specs(registry, operands, quantize)
+    assert {operand: resolved[operand] for operand in expected} == expected
     policy = load_policy({"version": 1, "default": {**quantize, "operands": operands}}, registry)
-    assert policy.default.specs == found
+    assert policy.default.specs == resolved
     assert policy.quantizes
 
 
 @pytest.mark.parametrize("address", [*GROUPS, *Operand])
 def test_an_address_stands_for_its_operands(address: str, registry: Registry) -> None:
-    found = specs(registry, {str(address): {"block": 8}}, {})
+    resolved = specs(registry, {str(address): {"block": 8}}, {})
     expected = GROUPS.get(str(address), (address,))
-    assert {operand for operand in Operand if found[operand] == BY_EIGHT} == set(expected)
+    assert {operand for operand in Operand if resolved[operand] == BY_EIGHT} == set(expected)
 
 
 def test_formats_of_plugins(registry: Registry) -> None:
