@@ -29,10 +29,9 @@ class Dampen(Technique):
 
     Source: Nagel et al. 2022, "Overcoming Oscillations in Quantization-Aware Training", sec. 4.2, in the form of Chen
     et al. 2025, "Oscillation-Reduced MXFP4 Training for Vision Transformers". Nagel et al. clip W to the range of Q
-    first, so that the term leaves weights outside the range alone. If scales clip no weight, as in TetraJet, clipping
-    changes nothing. The code of Nagel et al. lets λ rise from 0 to 0.1 after a quarter of the training
-    (``start: 0.25``) and divides the term by K, unlike sec. 4.2; to do the same, write a rule for the layers of each K,
-    with ``strength`` divided by that K.
+    first, so that the term spares weights outside the range. If scales clip no weight, as in TetraJet, clipping changes
+    nothing. The code of Nagel et al. lets λ rise from 0 to 0.1 after a quarter of the training (``start: 0.25``) and
+    divides the term by K, unlike sec. 4.2; to do the same, write a rule for each K, with ``strength`` divided by K.
 
     Stage: optimizer, before the step.
 

@@ -55,8 +55,7 @@ class LowRankResidual(Technique):
     elements, and the remainder takes n elements, stored before its first block is quantized. The complexity weight is
     ours: 3.0, the most that the paper's Table 9 gives to unfusable techniques (2 to 3).
 
-    Use it on weights, and on activations whose outliers sit in few channels. Decomposing activations costs more where
-    there are more tokens than output features.
+    Use it on weights, and on activations whose outliers sit in few channels, where the cost grows with the tokens.
     """
 
     name: ClassVar[str] = "low_rank_residual"

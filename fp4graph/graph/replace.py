@@ -26,8 +26,8 @@ class UnmarkedWeight(CaptureError):
     """A product needs the key or the state of its weight, and no marker at the product carries them.
 
     The product reads a weight whose module is not called in the graph, or a matrix that no layer owns. ``owner`` is the
-    owner of the weight, or None. ``caller`` is the name of the module that multiplies, or None if unknown. ``all``
-    lists these errors of the whole graph, this error first.
+    weight's owner or None, ``caller`` the name of the multiplying module or None. ``all`` lists the graph's errors of
+    this class, this error first.
     """
 
     def __init__(self, message: str, found: FoundProduct) -> None:
