@@ -85,8 +85,7 @@ def is_exporting() -> bool:
 
 def constant_result(function: _Function) -> _Function:
     """Have Dynamo call ``function`` while it traces, and write the result into the graph as a constant. The public
-    torch.compiler.assume_constant_result does the same, but as a decorator it imports Dynamo at once, which takes a
-    second. Checked on torch 2.13 to 2.15."""
+    assume_constant_result imports Dynamo at once, which takes a second. Checked on torch 2.13 to 2.15."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -266,29 +265,30 @@ def saved_tensor_hooks_kept() -> Iterator[None]:
         raise
 
 
-def has_saved_tensor_hooks() -> bool:
-    """Return whether hooks for saved tensors are active, as under a non-reentrant checkpoint. torch has a public
-    context that sets such hooks, and no getter. Checked on torch 2.13 to 2.15."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+def saved_tensor_hooks() -> Any:
+    """Return the hooks for saved tensors in force, or None; they have no getter. Checked on torch 2.13 to 2.15."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def checkpointed_region() -> Any:
-    """Return torch's object for the region of non-reentrant checkpointing that runs now, or None. The forward of a
-    region and its recomputation have the same object, which only a closure of the region's hooks for saved tensors
-    holds. Checked on torch 2.13 to 2.15."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    pack = None if hooks is None else hooks[0]
-    for cell in getattr(getattr(pack, "_torchdynamo_orig_callable", pack), "__closure__", None) or ():
-        content = cell.cell_contents
-        content = content() if isinstance(content, weakref.ref) else content
-        if isinstance(content, _CheckpointFrame):
-            return content
-    return None
+def checkpointed_regions() -> list[Any]:
+    """Return torch's objects for the regions of non-reentrant checkpointing that run now, the innermost first. A region
+    has one object in its forward and its recomputation; only closures hold it. Checked on torch 2.13 to 2.15."""
+    autograd, hooks = torch._C._autograd, list[Any]()
+    movable = autograd._saved_tensors_hooks_get_disabled_error_message() is None
+    while movable and (top := saved_tensor_hooks()) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    for pack, unpack in reversed(hooks):
+        autograd._push_saved_tensors_default_hooks(pack, unpack)
+    packs = [getattr(pack, "_torchdynamo_orig_callable", pack) for pack, _ in hooks]
+    held = [cell.cell_contents for pack in packs for cell in getattr(pack, "__closure__", None) or ()]
+    contents = (each() if isinstance(each, weakref.ref) else each for each in held)
+    return [each for each in contents if isinstance(each, _CheckpointFrame)]
 
 
 def recompute_by(region: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Have a checkpointed region recompute by ``wrap`` of its function. ``region`` is a :func:`checkpointed_region` or
-    the context of a CheckpointFunction; neither has a public hook. Checked on torch 2.13 to 2.15."""
+    """Have a checkpointed region recompute by ``wrap`` of its function. ``region`` is one of
+    :func:`checkpointed_regions` or a CheckpointFunction's context: no public hook. Checked on torch 2.13 to 2.15."""
     name = "recompute_fn" if isinstance(region, _CheckpointFrame) else "run_function"
     setattr(region, name, wrap(getattr(region, name)))
 

@@ -130,7 +130,6 @@ class Kept:
 #: For functions that depend on a context: the context, the result outside the context, and the result inside.
 IN_CONTEXT: dict[str, tuple[Callable[[], Any], Any, Any]] = {
     "stance": (lambda: torch.compiler.set_stance("force_eager"), "default", "force_eager"),
-    "has_saved_tensor_hooks": (torch.autograd.graph.save_on_cpu, False, True),
     "is_forward_mode_active": (torch.autograd.forward_ad.dual_level, False, True),
     "has_dispatch_mode": (lambda: FlopCounterMode(display=False), False, True),
 }
@@ -427,22 +426,37 @@ def test_saved_tensor_hooks_kept():
             torch.autograd.graph.save_on_cpu().__enter__()
 
 
-def test_checkpointed_region():
+def test_saved_tensor_hooks():
+    def pack(x):
+        return x
+
+    assert internals.saved_tensor_hooks() is None
+    with torch.autograd.graph.save_on_cpu(), torch.autograd.graph.saved_tensors_hooks(pack, abs):
+        assert internals.saved_tensor_hooks() == (pack, abs)
+    assert internals.saved_tensor_hooks() is None
+
+
+def test_checkpointed_regions():
     seen = []
 
     def function(x):
-        seen.append(internals.checkpointed_region())
+        with torch.autograd.graph.save_on_cpu():
+            hooks = internals.saved_tensor_hooks()
+            seen.append(internals.checkpointed_regions())
+            assert internals.saved_tensor_hooks() == hooks
         return x.sin()
+
+    def outer(x):
+        return checkpoint(function, x, use_reentrant=False)
 
     x = torch.ones(1, requires_grad=True)
     y = checkpoint(function, x, use_reentrant=False)
-    checkpoint(function, x, use_reentrant=False)
+    checkpoint(outer, x, use_reentrant=False)
     y.backward()
-    first, second, again = seen
-    assert first is not None
+    (first,), (inner, around), (again,) = seen
     assert again is first
-    assert second is not first
-    assert internals.checkpointed_region() is None
+    assert len({first, inner, around}) == 3
+    assert internals.checkpointed_regions() == []
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -450,7 +464,7 @@ def test_recompute_by(reentrant):
     runs = []
 
     def function(x):
-        region = internals.checkpointed_region()
+        region = next(iter(internals.checkpointed_regions()), None)
         if reentrant and (frame := inspect.currentframe().f_back) is not None:
             region = frame.f_locals.get("ctx")
         if region is not None and not runs:

@@ -103,6 +103,7 @@ class Direct(TorchFunctionMode):
         self._tag: str | None = None
         self._backward = torch_internals.backward_id()
         self._functions_outside = len(_functions())
+        self._pack: Any = None  # the hook for saved tensors at the last operation
         self._regions = {id(region): region for region in self._running_regions()}
 
     def copy(self) -> Direct:
@@ -111,7 +112,7 @@ class Direct(TorchFunctionMode):
         again.planner, again.marked = Planner(self._policy, self.planner.occurrences), set()
         again._markers, again._stack = self._markers.copy(), dict(self._stack)
         again._describer = Describer(self._names, self._policy.may_quantize)
-        again._recording, again._lists, again._regions = None, False, {}
+        again._recording, again._lists, again._regions, again._pack = None, False, {}, None
         return again
 
     def begin_again(self) -> Direct:
@@ -123,17 +124,24 @@ class Direct(TorchFunctionMode):
 
     def look_for_region(self) -> None:
         """Report each checkpointed region that has begun: its recomputation, in the backward, needs a pass too."""
+        hooks = torch_internals.saved_tensor_hooks()
+        if torch.is_grad_enabled() and (hooks is None or hooks[0] is self._pack):
+            return  # a region has hooks of its own; only those of a reentrant checkpoint run without gradients
+        self._pack = None if hooks is None else hooks[0]
         for region in self._running_regions():
             if id(region) not in self._regions:
                 self._regions[id(region)] = region
                 self._recomputes(region, self.copy())
 
     def _running_regions(self) -> list[Any]:
-        """Return the checkpointed regions that run now, by torch's objects."""
+        """Return the checkpointed regions that run now, by torch's objects.
+
+        Several may have begun since the last operation: a region may begin with another one.
+        """
+        regions = torch_internals.checkpointed_regions()
         if not torch.is_grad_enabled():  # as in the forward of a reentrant checkpoint
-            return [ctx for function, ctx in _forwards() if function is CheckpointFunction]
-        region = torch_internals.checkpointed_region()
-        return [] if region is None else [region]
+            regions += [ctx for function, ctx in _forwards() if function is CheckpointFunction]
+        return regions
 
     @contextmanager
     def inside(self, module: nn.Module) -> Iterator[None]:

@@ -116,7 +116,7 @@ class CurrentForward:
     def counted(self) -> bool:
         """Whether a backward runs modules again that have counted in the forward. A reentrant checkpoint's forward has
         no gradients, so its modules count when they run again, unless a call of the model counts."""
-        known = torch_internals.checkpointed_region() in self.passes or self.last in (Kind.CALL, Kind.METHOD)
+        known = _region() in self.passes or self.last in (Kind.CALL, Kind.METHOD)
         return known and torch_internals.backward_id() != -1
 
     def begin_pass(self, before: dict[str, int] | None) -> PassStart:
@@ -125,7 +125,7 @@ class CurrentForward:
         ``before`` has the number of sites that each module has run. A pass that a checkpoint repeats starts as in the
         forward.
         """
-        start, region = (self.step, before), torch_internals.checkpointed_region()
+        start, region = (self.step, before), _region()
         if region is None:
             return start
         if torch_internals.backward_id() == -1:
@@ -136,14 +136,19 @@ class CurrentForward:
 
     def begin_call(self) -> None:
         """Record the step tensor of a call of the model that a checkpoint will repeat."""
-        if torch_internals.backward_id() == -1 and (region := torch_internals.checkpointed_region()) is not None:
+        if torch_internals.backward_id() == -1 and (region := _region()) is not None:
             self.calls.setdefault(region, Calls()).starts.append(self.step)
 
     def repeated(self) -> Tensor | None:
         """Return the step tensor of the call that a checkpoint repeats in this backward; None for any other call."""
-        backward, region = torch_internals.backward_id(), torch_internals.checkpointed_region()
+        backward, region = torch_internals.backward_id(), _region()
         calls = None if backward == -1 or region is None else self.calls.get(region)
         return None if calls is None else calls.repeat()
+
+
+def _region() -> Any:
+    """Return the innermost region of non-reentrant checkpointing that runs now, or None."""
+    return next(iter(torch_internals.checkpointed_regions()), None)
 
 
 class Parts:

@@ -111,4 +111,4 @@ def _recomputable() -> bool:
     """Return whether a checkpoint recomputes the running operations now or may do so later: in a backward, without
     gradients (a reentrant checkpoint's forward) or under hooks for saved tensors (any other checkpoint's forward)."""
     in_backward = torch_internals.backward_id() != -1
-    return in_backward or not torch.is_grad_enabled() or torch_internals.has_saved_tensor_hooks()
+    return in_backward or not torch.is_grad_enabled() or torch_internals.saved_tensor_hooks() is not None

@@ -80,7 +80,7 @@ class Uncompiled:
                 "over the values of a tensor (for experts in transformers, set experts_implementation='grouped_mm')"
             )
         # A reentrant checkpoint's forward has no gradients, and its recomputation could not tell what ran before it.
-        follows = running is not None and (torch_internals.checkpointed_region() is not None or forward.training)
+        follows = running is not None and (forward.training or bool(torch_internals.checkpointed_regions()))
         before = running.ran.occurrences() if running is not None and follows else None
         # A call of the model has its own step tensor; a part uses the step tensor of its checkpointed region.
         step, occurrences = (

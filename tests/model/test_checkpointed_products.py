@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -86,6 +87,40 @@ def test_a_checkpointed_function_trains_as_without_a_checkpoint(body, policy, re
     checkpointed = trained(lambda: Net(body, reentrant), POLICIES[policy], stance=stance)
     assert len(plain) == len(checkpointed)
     assert all(map(torch.equal, plain, checkpointed))
+
+
+def nested(outer, inner):
+    """Return a body of two checkpointed functions, ``outer`` and ``inner``, that begin with the same operation."""
+
+    def body(layer, x):
+        def whole(x):
+            y = inner(borrowed, layer, x)
+            return borrowed(layer, y.tanh()) + layer(y)
+
+        return outer(whole, x)
+
+    return body
+
+
+def as_it_is(function, *args):
+    return function(*args)
+
+
+def saved_on_cpu(function, *args):
+    with torch.autograd.graph.save_on_cpu():
+        return function(*args)
+
+
+@pytest.mark.parametrize(
+    "inner", [saved_on_cpu, *(partial(checkpoint, use_reentrant=r) for r in (False, True))], ids=["cpu", "non", "re"]
+)
+def test_checkpoints_that_begin_together_train_as_without(inner):
+    """The second product of the outer function drew the noise of a third one when it was computed again."""
+    outer = partial(checkpoint, use_reentrant=False)
+    plain = trained(lambda: Net(nested(as_it_is, as_it_is), None), POLICIES["stochastic"], stance="force_eager")
+    again = trained(lambda: Net(nested(outer, inner), None), POLICIES["stochastic"], stance="force_eager")
+    assert len(plain) == len(again)
+    assert all(map(torch.allclose, plain, again))  # a reentrant checkpoint adds gradients in another order
 
 
 class Breaks(nn.Module):
