@@ -6,7 +6,7 @@ import threading
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -30,8 +30,12 @@ PLAIN: Any = "fp4graph_plain"
 
 @dataclass
 class Calls(Generic[_Start]):
-    """The calls in one checkpointed region: how each began, and how many of them each backward has repeated."""
+    """The calls in one checkpointed region: how each began, and how many of them each backward has repeated.
 
+    ``backward`` is the backward in which the region began, or -1: a reentrant checkpoint runs regions in one.
+    """
+
+    backward: int
     starts: list[_Start] = field(default_factory=list)
     repeats: Counter[int] = field(default_factory=Counter)
 
@@ -116,7 +120,7 @@ class CurrentForward:
     def counted(self) -> bool:
         """Whether a backward runs modules again that have counted in the forward. A reentrant checkpoint's forward has
         no gradients, so its modules count when they run again, unless a call of the model counts."""
-        known = _region() in self.passes or self.last in (Kind.CALL, Kind.METHOD)
+        known = _repeated(self.passes) is not None or self.last in (Kind.CALL, Kind.METHOD)
         return known and torch_internals.backward_id() != -1
 
     def begin_pass(self, before: dict[str, int] | None) -> PassStart:
@@ -125,30 +129,36 @@ class CurrentForward:
         ``before`` has the number of sites that each module has run. A pass that a checkpoint repeats starts as in the
         forward.
         """
-        start, region = (self.step, before), _region()
-        if region is None:
-            return start
-        if torch_internals.backward_id() == -1:
-            self.passes.setdefault(region, Calls()).starts.append(start)
-            return start
-        calls = self.passes.get(region)
-        return (calls and calls.repeat()) or start
+        calls = _repeated(self.passes)
+        start = (calls and calls.repeat()) or (self.step, before)
+        _record(self.passes, start)
+        return start
 
     def begin_call(self) -> None:
         """Record the step tensor of a call of the model that a checkpoint will repeat."""
-        if torch_internals.backward_id() == -1 and (region := _region()) is not None:
-            self.calls.setdefault(region, Calls()).starts.append(self.step)
+        _record(self.calls, self.step)
 
     def repeated(self) -> Tensor | None:
         """Return the step tensor of the call that a checkpoint repeats in this backward; None for any other call."""
-        backward, region = torch_internals.backward_id(), _region()
-        calls = None if backward == -1 or region is None else self.calls.get(region)
+        calls = _repeated(self.calls)
         return None if calls is None else calls.repeat()
 
 
-def _region() -> Any:
-    """Return the innermost region of non-reentrant checkpointing that runs now, or None."""
-    return next(iter(torch_internals.checkpointed_regions()), None)
+def _repeated(calls: Mapping[Any, Calls[_Start]]) -> Calls[_Start] | None:
+    """Return the calls of the innermost region that runs again now, or None: regions in it begin anew."""
+    if (backward := torch_internals.backward_id()) == -1:
+        return None
+    known = (calls.get(region) for region in torch_internals.checkpointed_regions())
+    return next((each for each in known if each is not None and each.backward != backward), None)
+
+
+def _record(calls: MutableMapping[Any, Calls[_Start]], start: _Start) -> None:
+    """Record a call that begins, in each region that runs for the first time."""
+    backward = torch_internals.backward_id()
+    for region in torch_internals.checkpointed_regions():
+        of_region = calls.setdefault(region, Calls(backward))
+        if of_region.backward == backward:
+            of_region.starts.append(start)
 
 
 class Parts:

@@ -123,6 +123,26 @@ def test_checkpoints_that_begin_together_train_as_without(inner):
     assert all(map(torch.allclose, plain, again))  # a reentrant checkpoint adds gradients in another order
 
 
+@pytest.mark.parametrize(
+    ("outer", "inner"), [(False, False), (True, False), (False, True)], ids=["non-non", "re-non", "non-re"]
+)
+def test_a_call_of_the_model_in_two_checkpoints_counts_once(outer, inner):
+    """The outer checkpoint computes the inner one again, which is another region then."""
+
+    def steps(outer, inner):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = fp4graph.apply(Net(twice, None), POLICIES["stochastic"], backend="eager", seed=1)
+        x = torch.randn(2, 8, 32).requires_grad_()
+        for _ in range(2):
+            outer(lambda x: inner(model, x).tanh(), x).square().sum().backward()
+        return [x.grad, *(p.grad for p in model.parameters())]
+
+    plain = steps(as_it_is, as_it_is)
+    again = steps(partial(checkpoint, use_reentrant=outer), partial(checkpoint, use_reentrant=inner))
+    assert all(map(torch.allclose, plain, again))
+
+
 class Breaks(nn.Module):
     """Breaks the graph between its own products, and calls a layer."""
 
