@@ -104,6 +104,7 @@ class Direct(TorchFunctionMode):
         self._backward = torch_internals.backward_id()
         self._functions_outside = len(_functions())
         self._pack: Any = None  # the hook for saved tensors at the last operation
+        self._trains = torch.is_grad_enabled()  # else nothing in the pass is recomputed by itself
         self._regions = {id(region): region for region in self._running_regions()}
 
     def copy(self) -> Direct:
@@ -119,11 +120,14 @@ class Direct(TorchFunctionMode):
         """Return a :meth:`copy` for the backward that runs now."""
         again = self.copy()
         again._backward, again._functions_outside = torch_internals.backward_id(), len(_functions())
+        again._trains = torch.is_grad_enabled()
         again._regions = {id(region): region for region in again._running_regions()}
         return again
 
     def look_for_region(self) -> None:
         """Report each checkpointed region that has begun: its recomputation, in the backward, needs a pass too."""
+        if not self._trains:
+            return
         hooks = torch_internals.saved_tensor_hooks()
         if torch.is_grad_enabled() and (hooks is None or hooks[0] is self._pack):
             return  # a region has hooks of its own; only those of a reentrant checkpoint run without gradients
