@@ -106,10 +106,11 @@ def _export_model(folder: Path, policy: str, autocast: str | None, output: Path,
 
 
 def _capture(model: Any, folder: Path) -> None:
-    """Call the model of a folder once, with zeros."""
+    """Call the model of a folder once, with the tokens that transformers has for the model, or with zeros."""
     remedy = "call the applied model once in Python, and export it with fp4graph.export(model, folder)"
     try:
-        inputs = with_inputs(str(folder), model).kwargs
+        # Zeros are no text for every model: some need a token that ends it.
+        inputs = model.dummy_inputs if model.main_input_name == "input_ids" else with_inputs(str(folder), model).kwargs
     except Error:
         raise Error(f"the inputs of {folder} are unknown; {remedy}") from None
     try:
@@ -117,4 +118,6 @@ def _capture(model: Any, folder: Path) -> None:
     except Error:
         raise
     except Exception as error:
-        raise Error(f"{folder}: the forward of zeros raised {type(error).__name__}: {error}; {remedy}") from error
+        raise Error(
+            f"{folder}: the forward of a small batch raised {type(error).__name__}: {error}; {remedy}"
+        ) from error

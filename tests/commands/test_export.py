@@ -61,6 +61,21 @@ def test_a_hugging_face_folder_of_an_image_model_is_exported(tmp_path):
     assert sum("weight_packed" in name for name in load_file(tmp_path / "out/model.safetensors")) == 12
 
 
+@pytest.mark.parametrize("kind", ["the text ends with a token", "short contexts"])
+def test_a_hugging_face_folder_of_a_text_model_is_captured_by_its_own_tokens(tmp_path, kind):
+    """Sixteen zeros have no end of a text, and do not fit into eight positions."""
+    if kind == "short contexts":
+        sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, max_position_embeddings=8))
+    else:
+        sides = {f"{side}_{name}": 64 if "dim" in name else 2 for side in ("encoder", "decoder")
+                 for name in ("layers", "attention_heads", "ffn_dim")}  # fmt: skip
+        model = transformers.BartForSequenceClassification(transformers.BartConfig(d_model=64, vocab_size=97, **sides))
+    model.save_pretrained(tmp_path / "model")
+    done = run("export", tmp_path / "model", "--policy", "mxfp4", "--weights-only", "--output", tmp_path / "out")
+    assert done.code == 0, done.err
+
+
 def test_a_hugging_face_folder_whose_inputs_are_unknown_is_an_error(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     sound = transformers.ASTConfig(**sizes, num_mel_bins=16, max_length=16)
