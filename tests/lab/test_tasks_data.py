@@ -188,7 +188,7 @@ def test_cifar10_is_read_from_its_files(task, quantized, tmp_path):
         ("cifar10", "{tmp}", r"CIFAR10 is not in .*: it cannot be downloaded"),  # its archive is damaged
         ("small-diffusion", None, r"CIFAR10 is not in"),
         ("big-diffusion", None, "task 'big-diffusion' needs FFHQ"),
-        ("big-diffusion", "{tmp}", "has 0 images: put at least 50 there"),
+        ("big-diffusion", "{tmp}", "has 4 images: put at least 50 there"),
         ("deit-tiny", None, "task 'deit-tiny' needs ImageNet-1K: give --data FOLDER with FOLDER/train/CLASS"),
         ("deit-tiny", "{tmp}", "has no folder train and no folder val: put the images in"),
         ("deit-tiny", "{tmp}/nowhere", "has no folder train"),
@@ -203,14 +203,8 @@ def test_cifar10_is_read_from_its_files(task, quantized, tmp_path):
 def test_the_error_of_missing_data_says_where_to_put_them(task, data, says, tmp_path, monkeypatch):
     monkeypatch.setattr(OpenerDirector, "open", Mock(side_effect=URLError("no network")))
     (tmp_path / "short.txt").write_text("too short")
-    for name in (
-        "other/train/cat",
-        "other/train/dog",
-        "other/val/Cat",
-        "other/val/dog",
-        "empty/train/cat",
-        "empty/val/cat",
-    ):
+    images_in(tmp_path / "other", "train/cat", "train/dog", "val/Cat", "val/dog")
+    for name in ("empty/train/cat", "empty/val/cat"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "held_out").mkdir()
     (tmp_path / "held_out" / "wiki.valid.raw").write_text("text " * 100)
@@ -267,6 +261,35 @@ def test_batches_do_not_depend_on_the_number_of_workers(folder):
         for n in (0, 1)
     ]
     assert all(map(torch.equal, *found))
+
+
+def images_in(root, *folders):
+    for folder in folders:
+        (root / folder).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(root / folder / "0.png")
+
+
+def test_hidden_images_in_class_folders_are_left_out(tmp_path):
+    images_in(tmp_path, "train/cat", "train/dog", "val/dog", "val/.old", "train/.cache/bird", "train/cat/.thumbnails")
+    (tmp_path / "train/cat/._0.png").write_bytes(b"of macOS")
+    split = sources.image_folder(tmp_path)
+    assert split.classes == 2
+    assert [target for _, target in split.train.reader.samples] == [0, 1]
+    assert [target for _, target in split.validation.reader.samples] == [1]
+
+
+def test_class_folders_may_lie_in_other_folders_and_be_empty(tmp_path):
+    images_in(tmp_path, "train/pets/cat", "train/farm/cow", "val/all/cat", "val/all/cow")
+    (tmp_path / "val/unused").mkdir()
+    split = sources.image_folder(tmp_path)
+    assert (split.classes, len(split.train), len(split.validation)) == (2, 2, 2)
+
+
+def test_a_class_without_training_images_is_named(tmp_path):
+    images_in(tmp_path, "train/cat", "val/cat", "val/dog")
+    (tmp_path / "train/dog").mkdir()
+    with pytest.raises(Error, match=r"val has classes that .*train lacks: dog"):
+        sources.image_folder(tmp_path)
 
 
 @pytest.mark.slow

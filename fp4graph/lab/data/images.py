@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,25 +95,45 @@ def load(data: str | None, needed: str, *, labelled: bool) -> Split:
 def image_folder(root: Path) -> Split:
     """Return the images of a folder in ImageNet's layout: ``root/train/CLASS/*.jpg`` and ``root/val/CLASS/*.jpg``."""
     needs("timm", "image folders are read with timm")
-    from timm.data.dataset_factory import create_dataset
-
     parts = root / "train", root / "val"
     if missing := [part.name for part in parts if not part.is_dir()]:
         layout = f"put the images in {parts[0]}/CLASS/*.jpg and {parts[1]}/CLASS/*.jpg"
         raise Error(f"{root} has no folder {' and no folder '.join(missing)}: {layout}")
-    named = [{path.name for path in part.iterdir() if path.is_dir() and path.name[0] != "."} for part in parts]
-    for part, names in zip(parts, named, strict=True):
-        if not names:
+    for part in parts:
+        if not any(path.is_dir() for path in part.iterdir()):
             raise Error(f"{part} has no class folders: put the images in {part}/CLASS/*.jpg")
-    if unknown := sorted(named[1] - named[0]):  # timm would leave their images out
+    found = [_labelled(part) for part in parts]
+    classes, others = map(_classes, found)
+    if unknown := [name for name in others if name and name not in classes]:  # timm would leave their images out
         raise Error(f"{parts[1]} has classes that {parts[0]} lacks: {', '.join(unknown[:3])}; give both the same names")
-    try:
-        train = create_dataset("", root=str(parts[0]), split="train", search_split=False)
-        classes = train.reader.class_to_idx
-        validation = create_dataset("", root=str(parts[1]), split="val", search_split=False, class_map=classes)
-    except RuntimeError as error:
-        raise Error(f"{root} lacks images: {error}") from error
+    train, validation = (
+        each if list(each.reader.class_to_idx) == classes else _labelled(part, classes)
+        for part, each in zip(parts, found, strict=True)
+    )
     return Split(train, validation, len(classes), *IMAGENET)
+
+
+def _classes(dataset: Any) -> list[str]:
+    """Return the names of the folders that have visible images, in timm's order."""
+    used = {target for _, target in dataset.reader.samples}
+    return [name for name, target in dataset.reader.class_to_idx.items() if target in used]
+
+
+def _labelled(part: Path, classes: Sequence[str] = ()) -> Any:
+    """Return timm's dataset of the images under ``part``, without hidden ones; without classes it numbers them."""
+    from timm.data.dataset_factory import create_dataset
+
+    numbers = {name: number for number, name in enumerate(classes)}
+    try:
+        dataset: Any = create_dataset("", root=str(part), split=part.name, search_split=False, class_map=numbers)
+    except RuntimeError as error:
+        raise Error(f"{part.parent} lacks images: {error}") from error
+    beginning = len(str(part))
+    visible = [sample for sample in dataset.reader.samples if f"{os.sep}." not in sample[0][beginning:]]
+    if not visible:
+        raise Error(f"{part.parent} lacks images: all images of {part} are hidden")
+    dataset.reader.samples = visible
+    return dataset
 
 
 def flat_folder(root: Path) -> Split:
