@@ -237,12 +237,14 @@ def _scores(
         tensor = leaf.detach().cpu().contiguous() if isinstance(leaf, torch.Tensor) else None
         leaf = leaf.tolist() if isinstance(leaf, np.ndarray) else leaf  # repr leaves out the middle of long arrays
         digest.update(repr(leaf).encode() if tensor is None else tensor.flatten().view(torch.uint8).numpy().tobytes())
-    file, header = Path(folder) / SCORES, {"format": FILE_FORMAT, "version": 2, "of": digest.hexdigest()}
+    file, header = Path(folder) / SCORES, {"format": FILE_FORMAT, "version": 3, "of": digest.hexdigest()}
     with locked(file.with_name(LOCK), lambda: "another search"):
         jsonlines.cut_torn_line(file)
         lines = [line for _, line in jsonlines.read(file)]
         if not lines:
             jsonlines.append(file, [header])
+        elif (lines[0].get("format"), lines[0].get("version")) != (header["format"], header["version"]):
+            raise Error(f"{file} was not written by this version of fp4graph; give another folder")
         elif lines[0] != header:
             raise Error(f"{file} holds scores of another model, loss, batches or formats; give another folder")
         known = map(Score.from_json, lines[1:])

@@ -319,6 +319,12 @@ def test_scores_of_another_loss_are_not_used_again(tmp_path):
         search(model_of(), squared, batches(1), **options)
 
 
+def test_scores_of_an_earlier_version_are_told_from_those_of_another_model(tmp_path):
+    (tmp_path / "scores.jsonl").write_text('{"format": "fp4graph.search", "version": 2, "of": "5004d292"}\n')
+    with pytest.raises(fp4graph.Error, match="was not written by this version of fp4graph; give another folder"):
+        search(model_of(), loss, batches(1), formats=("nvfp4", "bf16"), bits=6, folder=tmp_path)
+
+
 class Loss:
     def __call__(self, model, batch):
         return loss(model, batch)
