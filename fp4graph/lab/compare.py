@@ -22,7 +22,7 @@ from fp4graph.errors import Error, needs
 from fp4graph.lab.comparison import timing
 from fp4graph.lab.comparison.check import check
 from fp4graph.lab.comparison.files import write_all
-from fp4graph.lab.comparison.record import Line, Record, name_of, recording, title_of
+from fp4graph.lab.comparison.record import Line, Record, folder_of, name_of, recording, title_of
 from fp4graph.lab.comparison.result import Comparison
 from fp4graph.lab.comparison.runs import orphan_watch, train_once
 from fp4graph.lab.comparison.training import Log, Train
@@ -92,7 +92,7 @@ def compare(
         needs(package, f"the result is written with {package}", "analysis")
     loaded, numbers = _policies(policies, baseline), _seeds(seeds)
     _require_fit(train, processes)
-    place = Path(folder) if folder is not None else Path("runs") / f"compare-{title_of(train)}"
+    place = Path(folder) if folder is not None else Path("runs") / folder_of(train)
     with recording(place.absolute(), train, loaded) as record:
         job = _Job(train, loaded, numbers, record, statistics)
         try:

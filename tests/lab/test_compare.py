@@ -34,7 +34,7 @@ from fp4graph.lab.compare import Comparison
 from fp4graph.lab.compare import _policies as policies_of
 from fp4graph.lab.comparison import files, timing
 from fp4graph.lab.comparison import runs as runs_of
-from fp4graph.lab.comparison.record import name_of, recording
+from fp4graph.lab.comparison.record import folder_of, name_of, recording
 from fp4graph.lab.comparison.result import paired
 from fp4graph.lab.comparison.training import RESERVED, Log
 from fp4graph.lab.runs.run import Run
@@ -702,11 +702,13 @@ def given(policy, seed, log, path, make):
 )
 def test_a_training_with_settings_has_one_name_in_all_processes(tmp_path, monkeypatch, make, title):
     """In another process its objects have other addresses."""
+    folder = folder_of(make())
+    assert folder.startswith(f"compare-{title}")
     monkeypatch.chdir(tmp_path)
     first, again = make(), make()
     assert name_of(first) == name_of(again)
     result = fp4graph.compare(first, "tetrajet", seeds=1, timing=False, statistics=0)
-    assert (result.name, result.folder) == (title, tmp_path / "runs" / f"compare-{title}")
+    assert (result.name, result.folder) == (title, tmp_path / "runs" / folder)
     assert fp4graph.compare(again, "tetrajet", seeds=1, timing=False, statistics=0).runs == result.runs
 
 
@@ -725,6 +727,33 @@ def test_whatever_ends_a_timed_training_is_raised(error):
 
     with pytest.raises(error, match="done"):
         timed(train)
+
+
+@dataclasses.dataclass
+class Settings(Training):
+    data: str
+    rate: float = 0.1
+
+
+def test_the_default_folder_is_that_of_one_setting_and_its_name_is_valid_on_all_systems():
+    partials = [functools.partial(given, path=path, make=None) for path in ("/data/x", "/data/y")]
+    trainings = [given, *partials, *map(Settings, ("a/b", "a/c", "C:x")), Settings("a"), Training()]
+    folders = [folder_of(train) for train in trainings]
+    assert len(set(folders)) == len(folders)
+    assert not set("".join(folders)) & set('/\\:*?"<>|')
+    assert folders[0] == "compare-given"
+    assert folders[-2:] == ["compare-Settings(data='a', rate=0.1)", "compare-Training"]
+
+
+class Elsewhere:
+    """Has an address as Windows writes it."""
+
+    def __repr__(self):
+        return "<Elsewhere object at 0x000001F2A3B4C5D6>"
+
+
+def test_addresses_in_capitals_are_left_out_too():
+    assert name_of(Elsewhere()) == "<Elsewhere object>"
 
 
 def test_times_are_those_of_the_default_device():

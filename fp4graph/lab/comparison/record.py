@@ -32,7 +32,8 @@ from fp4graph.policy import Policy
 
 RUNS, LOCK = "runs.jsonl", "comparison.lock"
 LOG = "log.jsonl"  # the losses, in a run's folder
-_ADDRESS = re.compile(" at 0x[0-9a-f]+")
+_ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")  # in capitals on Windows
+_UNSAFE = frozenset('/\\:<>"|?*\n')  # in names of files, on one system or another
 FORMAT, VERSION = "fp4graph.comparison", 1
 Line = Mapping[str, Any]
 #: Keys that tell lines of a run and of a timing from those of other programs.
@@ -52,11 +53,22 @@ def name_of(train: Callable[..., Any]) -> str:
 
 
 def title_of(train: Callable[..., Any]) -> str:
-    """Return the name of a training for folders and pages: that of the function, or of the class of an object."""
-    train = getattr(train, "func", train)
-    if str(train) == object.__repr__(train):
+    """Return the name of a training for pages: that of the function, or of the class of an object.
+
+    An object that writes its settings, as a dataclass does, is named with them if they may stand in a file's name.
+    """
+    train = train.func if isinstance(train, functools.partial) else train
+    text = str(train)
+    if not hasattr(train, "__qualname__") and (text == object.__repr__(train) or _UNSAFE & set(text)):
         return type(train).__name__
     return name_of(train).rpartition(":")[2]
+
+
+def folder_of(train: Callable[..., Any]) -> str:
+    """Return the name of the default folder, another one for each setting that the name of the training shows."""
+    title, name = title_of(train), name_of(train)
+    shown = not isinstance(train, functools.partial) and (name.endswith(title) or str(train) == object.__repr__(train))
+    return f"compare-{title}" if shown else f"compare-{title}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def source_of(train: Callable[..., Any]) -> str | None:
