@@ -21,6 +21,7 @@ from unittest.mock import Mock
 import optuna
 import pytest
 from optuna.storages import RDBStorage
+from sqlalchemy.engine import URL
 
 import fp4graph
 from fp4graph.commands.sweep import export, interrupts
@@ -610,6 +611,14 @@ def test_a_database_is_in_its_folder_and_reading_makes_none(folder, table10):
     with pytest.raises(Error, match="does not exist"):
         read([f"sqlite:///{folder / 'absent.db'}"], None)
     assert not (folder / "absent.db").exists()
+
+
+def test_a_path_for_which_sqlalchemy_has_no_url_is_an_error(monkeypatch, tmp_path):
+    """Before 2.1 it escaped nothing, so what follows a question mark was a query."""
+    monkeypatch.setattr(URL, "render_as_string", lambda url, **_: f"sqlite:///{url.database}")
+    assert database.url_of(tmp_path / "a") == f"sqlite:///{tmp_path / 'a'}"
+    with pytest.raises(Error, match=r"SQLAlchemy before 2\.1 takes no"):
+        database.url_of(tmp_path / "a?b")
 
 
 def test_the_policy_of_a_trial_that_failed_with_lines_of_text_is_a_policy(study, table10, folder):

@@ -119,7 +119,7 @@ def url_of(source: str | Path, *, existing: bool = False) -> str:
     """Return the URL of ``source``: a URL, an SQLite file, or a folder with a ``sweep.db``.
 
     Raises:
-        Error: with ``existing``, the file does not exist.
+        Error: with ``existing``, the file does not exist; or SQLAlchemy has no URL for its path.
     """
     if "://" in str(source):
         return str(source)
@@ -127,7 +127,11 @@ def url_of(source: str | Path, *, existing: bool = False) -> str:
     path = path / "sweep.db" if path.is_dir() else path
     if existing and not path.is_file():
         raise Error(f"database {str(path)!r} does not exist; give a sweep's folder, its SQLite file, or a URL")
-    return URL.create("sqlite", database=str(path)).render_as_string()  # escapes ? and % in the path
+    url = URL.create("sqlite", database=str(path))
+    text = url.render_as_string()  # escapes ? and % in the path, from SQLAlchemy 2.1 on
+    if make_url(text) != url:
+        raise Error(f"SQLAlchemy before 2.1 takes no '?' in the path {str(path)!r}; give another folder, or update it")
+    return text
 
 
 def sweeps(url: str) -> list[str]:
