@@ -152,7 +152,7 @@ def _resolved(part: Part, technique: Technique, site: SiteView) -> Part:
     if not isinstance(part.options, type(technique)):
         raise TypeError(f"the options of {name} must be the technique itself; got {part.options!r}")
     if not part.acted and type(part) not in KINDS:
-        raise TypeError(f"{name} has no method of a {part.kind}, so it does nothing; define {' or '.join(part.stages)}")
+        raise TypeError(f"{name}, a {part.kind}, has no method and does nothing; define {' or '.join(part.stages)}")
     operands: Iterable[Operand] | None = part.operands
     if operands is None and technique.on_weight:
         operands = {Operand.FPROP_WEIGHT} if site.multiplies_weight else ()

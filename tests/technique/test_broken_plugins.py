@@ -346,6 +346,9 @@ WRONG_PARTS: dict[str, tuple[Callable[[Technique], Any], str]] = {
 class Hook(OptimizerHook):
     """Does nothing."""
 
+    def before_step(self, update):
+        pass
+
 
 class Turn(PairTransform):
     """Does nothing."""
@@ -357,7 +360,11 @@ class Turn(PairTransform):
 class Listing(Rounding):
     """Has a field that may hold anything."""
 
+    mixes = "none"
     numbers: Any
+
+    def round(self, ratio, scale, context):
+        return None
 
 
 def late(member: str, make: Callable[..., Any]) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def test_a_class_of_two_kinds_is_refused() -> None:
 
 def test_a_part_without_methods_as_of_a_misspelt_one_is_refused() -> None:
     misspelt = of(BlockScale, block_statstic=Larger.block_statistic)
-    with pytest.raises(fp4graph.PluginError, match="has no method of a BlockScale, so it does nothing"):
+    with pytest.raises(fp4graph.PluginError, match=", a BlockScale, has no method and does nothing"):
         policy(made(partial(misspelt, operands=FPROP)))
 
 
