@@ -25,6 +25,7 @@ from fp4graph.model.current import CurrentForward
 from fp4graph.model.forward import CALL, Forward, Kind
 from fp4graph.model.inspection import Inspection
 from fp4graph.model.prepare import PhasePlan
+from fp4graph.model.rerun import Before
 from fp4graph.model.steps import Steps
 from fp4graph.model.uncompiled import Uncompiled, cause
 from fp4graph.model.versions import refused_grouped_product
@@ -170,6 +171,9 @@ class Runner:
         current.step = step if forward.step is None else forward.step
         current.compiled, current.thread, self._running = True, threading.get_ident(), capture
         current.threads.add(current.thread)
+        strict = capture.strict or sharded
+        early = not self.checked or (forward.training and not self._steps.trained)  # graphs may be refused yet
+        before = Before(root) if early and not strict and not self._explains else None
         try:
             with capture.configured(), nullcontext() if forward.name == CALL else hooks.uncalled(root):
                 if sharded:
@@ -182,8 +186,9 @@ class Runner:
                 return capture.run(forward.name, forward.args, forward.kwargs)
         except Exception as error:
             refusal, capture.error = capture.error, None
-            strict = capture.strict or sharded
             if self._refuses_product(error, strict=strict) or self._provides_markers(refusal, capture, strict=strict):
+                if before is not None:
+                    before.restore()
                 return self._run_compiled(forward, listed)  # from the beginning: graphs before a break run again
             if refusal is not None:
                 self.failure = None if self.checked or self._steps.trained else refusal

@@ -75,7 +75,7 @@ def trained(make, policy, *, stance=None, strict=False):
             y = model(x)
             y.square().sum().backward()
         results += [y.detach(), *(t.grad.clone() for t in (x, *model.parameters()) if t.grad is not None)]
-    return results
+    return [*results, *model.buffers()]
 
 
 @pytest.mark.parametrize("stance", [None, "force_eager"])
@@ -150,11 +150,13 @@ class Breaks(nn.Module):
         super().__init__()
         self.layer, self.other, self.breaks = nn.Linear(32, 32), nn.Linear(32, 32), breaks
         self.matrix = nn.Parameter(torch.randn(32, 32) / 6)
+        self.norm = nn.BatchNorm1d(8)
 
     def forward(self, x):
-        y = self.layer(x @ self.matrix)
+        y = F.dropout(self.norm(self.layer(x)), 0.1)
         if self.breaks:
             torch._dynamo.graph_break()
+        y = y @ self.matrix
         return borrowed(self.other, y) + attention(None, y)
 
 
