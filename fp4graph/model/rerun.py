@@ -16,7 +16,7 @@ class Before:
     def __init__(self, model: nn.Module) -> None:
         self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
         self._generator = torch.get_rng_state()
-        self._of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
     @torch.no_grad()
     def restore(self) -> None:
