@@ -16,7 +16,8 @@ class Before:
     def __init__(self, model: nn.Module) -> None:
         self._buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
         self._generator = torch.get_rng_state()
-        self._of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._of_gpu = torch.cuda.get_rng_state() if in_use else None  # of the current device
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -25,5 +26,5 @@ class Before:
             if not torch.equal(buffer, value):  # an unchanged buffer may be expanded, which cannot be written
                 buffer.copy_(value)
         torch.set_rng_state(self._generator)
-        if self._of_gpus:
-            torch.cuda.set_rng_state_all(self._of_gpus)
+        if self._of_gpu is not None:
+            torch.cuda.set_rng_state(self._of_gpu)
