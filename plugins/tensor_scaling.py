@@ -45,7 +45,7 @@ class TensorScaling(Technique):
 
     Stages: scale (group scale), observe (the held γ).
 
-    Cost: a maximum over n/l block statistics, and a product with the accumulator. Weight: design-space paper, Table 9.
+    Cost: a maximum over n/l block statistics, and a product with the accumulator. The complexity weight is Table 9's.
 
     Use it whenever scales have few exponents: without γ, E4M3 scales underflow on gradients.
     """
