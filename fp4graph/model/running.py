@@ -218,8 +218,9 @@ class Runner:
             return True
         if strict or not unmarked or self._refused is not None:
             return False
-        callers = [self._plan.root.get_submodule(each.caller or "") for each in unmarked]
-        if not self.uncompiled.add_owners(callers):
+        # Behind a graph break the caller may be unknown; then it is looked for around the owner of the weight.
+        owners = ("" if each.owner is None else each.owner.module for each in unmarked)
+        if not self.uncompiled.add_owners(each.caller or owner for each, owner in zip(unmarked, owners, strict=True)):
             self._refused, self._dtypes = _BROKEN, _dtypes(self._plan.root)
         capture.start_over()
         return True

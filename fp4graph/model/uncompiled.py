@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4graph import torch_internals
 from fp4graph.errors import Error, PolicyError, PolicyWarning
-from fp4graph.graph.blocks import pattern_of
+from fp4graph.graph.blocks import pattern_of, upwards
 from fp4graph.graph.direct import Direct
 from fp4graph.graph.replace import UnmarkedWeight
 from fp4graph.model import hooks
@@ -57,9 +57,14 @@ class Uncompiled:
         self.parts.hide()
         self.show(self._modules, ())
 
-    def add_owners(self, modules: Collection[nn.Module]) -> bool:
-        """Treat ``modules`` as owners of products from now on; return whether one is new and below the root."""
-        new = {module for module in modules if module in self._modules} - self._owners
+    def add_owners(self, names: Iterable[str]) -> bool:
+        """Treat a module around each of ``names`` as an owner of products from now on: the innermost one below the root
+        that is none yet. Return whether there is one."""
+        modules, new = dict(self._plan.root.named_modules(remove_duplicate=False)), set[nn.Module]()
+        for name in names:
+            around = [modules[each] for each in upwards(name) if modules[each] in self._modules]
+            if new.isdisjoint(around):
+                new |= set([module for module in around if module not in self._owners][:1])
         if new:
             self.parts.hide()
             self.show(self._modules, self._owners | new)

@@ -160,10 +160,13 @@ class Breaks(nn.Module):
         return borrowed(self.other, y) + attention(None, y)
 
 
-@pytest.mark.parametrize("wrap", [lambda net: net, nn.Sequential])
-def test_products_that_a_graph_break_parts_from_their_module_train_uncompiled(wrap):
-    policy = POLICIES["stochastic"]
-    with pytest.warns(fp4graph.PolicyWarning, match="graph break"):
+@pytest.mark.parametrize("ops", [OPS, ["linear"]])
+@pytest.mark.parametrize(
+    ("wrap", "says"), [(lambda net: net, "this forward"), (nn.Sequential, "module '0'")], ids=["root", "part"]
+)
+def test_products_that_a_graph_break_parts_from_their_module_train_uncompiled(wrap, says, ops):
+    policy = one_rule(quantize={"block": 16, "rounding": "stochastic"}, match={"op": ops})
+    with pytest.warns(fp4graph.PolicyWarning, match=rf"{says} runs uncompiled.*graph break"):
         broken = trained(lambda: wrap(Breaks()), policy)
     whole = trained(lambda: wrap(Breaks(breaks=False)), policy)
     assert all(map(torch.equal, whole, broken))

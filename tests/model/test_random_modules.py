@@ -50,7 +50,6 @@ def trained(net, policy, stance, *, plain=False):
         return str(error)
 
 
-# Modules whose code the checks reach: borrowed weights, checkpoints of functions, breaks, disabled calls, tied layers.
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(8, 200))]
@@ -59,11 +58,11 @@ def test_a_random_module_trains_compiled_as_uncompiled(seed, policy, tmp_path):
     torch.manual_seed(seed)
     net: nn.Module = random_modules.module(seed, tmp_path)()
     compiled = trained(net, POLICIES[policy], "default")
-    other = trained(net, POLICIES[policy], "force_eager", plain=policy == "bf16")
-    if isinstance(compiled, str) and isinstance(other, str):
+    expected = trained(net, POLICIES[policy], "force_eager", plain=policy == "bf16")
+    if isinstance(compiled, str) and isinstance(expected, str):
         assert policy == "state"
         assert re.search(REFUSED, compiled)
-        assert re.search(REFUSED, other)
+        assert re.search(REFUSED, expected)
         return
-    assert len(compiled) == len(other)
-    assert all(map(torch.equal, compiled, other))
+    assert len(compiled) == len(expected)
+    assert all(map(torch.equal, compiled, expected))
