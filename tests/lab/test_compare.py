@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import functools
-import itertools
 import json
 import linecache
 import math
@@ -32,9 +31,9 @@ from fp4graph.integrations import runs as trainers
 from fp4graph.lab import read
 from fp4graph.lab.compare import Comparison
 from fp4graph.lab.compare import _policies as policies_of
-from fp4graph.lab.comparison import files, timing
+from fp4graph.lab.comparison import files
 from fp4graph.lab.comparison import runs as runs_of
-from fp4graph.lab.comparison.record import folder_of, name_of, recording
+from fp4graph.lab.comparison.record import recording
 from fp4graph.lab.comparison.result import paired
 from fp4graph.lab.comparison.training import RESERVED, Log
 from fp4graph.lab.runs.run import Run
@@ -479,49 +478,6 @@ def test_a_full_disk_leaves_the_log_of_a_resumed_training_whole(tmp_path, monkey
     assert (tmp_path / "log.jsonl").read_bytes() == before
 
 
-class Sleeper:
-    """A training whose steps take a time that depends on the policy; ``trace`` has the policy of every step."""
-
-    def __init__(self, milliseconds, steps=1000):
-        self.milliseconds, self.steps, self.trace, self.running = milliseconds, steps, [], threading.Lock()
-
-    def __call__(self, policy, seed, log):
-        for number in range(1, self.steps + 1):
-            assert self.running.acquire(blocking=False), "two trainings run at once"
-            self.trace.append(policy.name)
-            time.sleep(self.milliseconds[policy.name] / 1000)
-            self.running.release()
-            log(number, 1.0)
-
-
-def timed(train):
-    return timing.timed(train, fp4graph.load_policy("bf16"), fp4graph.load_policy("nvfp4"), 0)
-
-
-@pytest.mark.slow
-def test_times_alternate():
-    train = Sleeper({"bf16": 2.0, "nvfp4": 10.0})
-    measured = timed(train)
-    assert 2 <= measured["baseline_ms_per_step"] < 6
-    assert 2 < measured["ratio"] < 6
-    assert [name for name, _ in itertools.groupby(train.trace)] == ["bf16", "nvfp4"] * (timing.TURNS + 1)
-    assert timed(Sleeper({"bf16": 0.0, "nvfp4": 0.0}, steps=4)) == {}
-    with pytest.raises(KeyError, match="nvfp4"):
-        timed(Sleeper({"bf16": 0.0}))
-
-
-@pytest.mark.slow
-def test_times_of_a_busy_machine_are_hidden_and_measured_again(tmp_path, monkeypatch):
-    """A note says why; the next call measures again, and keeps a steady ratio."""
-    monkeypatch.setattr(timing, "timed", measured := Mock())
-    for spread, ratio, called in ((0.4, None, 1), (0.1, 3.0, 2), (0.9, 3.0, 2)):
-        measured.return_value = {"baseline_ms_per_step": 2.0, "ratio": 3.0, "spread": spread}
-        result = fp4graph.compare(loop, "nvfp4", seeds=1, folder=tmp_path, statistics=0)
-        assert [row["ratio"] for row in result.rows] == [ratio and 1.0, ratio]
-        assert any("spread by 40 %" in note for note in result.notes) == (ratio is None)
-        assert measured.call_count == called
-
-
 @pytest.mark.slow
 def test_a_listener_hears_only_its_context_and_its_thread():
     heard = []
@@ -682,85 +638,6 @@ def test_the_command_fails_with_the_users_function_and_goes_on_once_the_function
 def test_a_training_that_sets_one_seed_for_all_is_noted(compare, train, noted):
     notes = compare(train, "mxfp4", seeds=2, statistics=0).notes
     assert ["bf16 has the same loss under every seed" in note for note in notes] == [True] * noted
-
-
-class Training:
-    def __init__(self, *layers):
-        self.layers = layers
-
-    def __call__(self, policy, seed, log):
-        return loop(policy, seed, log)
-
-
-def given(policy, seed, log, path, make):
-    return loop(policy, seed, log)
-
-
-@pytest.mark.parametrize(
-    ("make", "title"),
-    [(Training, "Training"), (lambda: functools.partial(given, path="/data/x", make=Training()), "given")],
-)
-def test_a_training_with_settings_has_one_name_in_all_processes(tmp_path, monkeypatch, make, title):
-    """In another process its objects have other addresses."""
-    folder = folder_of(make())
-    assert folder.startswith(f"compare-{title}")
-    monkeypatch.chdir(tmp_path)
-    first, again = make(), make()
-    assert name_of(first) == name_of(again)
-    result = fp4graph.compare(first, "tetrajet", seeds=1, timing=False, statistics=0)
-    assert (result.name, result.folder) == (title, tmp_path / "runs" / folder)
-    assert fp4graph.compare(again, "tetrajet", seeds=1, timing=False, statistics=0).runs == result.runs
-
-
-@pytest.mark.parametrize("wrap", [lambda train: train, functools.partial], ids=["alone", "partial"])
-def test_the_settings_of_an_object_are_part_of_its_training(compare, wrap):
-    runs = compare(wrap(Training(1, nn.GELU())), "tetrajet", seeds=1).runs
-    assert compare(wrap(Training(1, nn.GELU())), "tetrajet", seeds=1).runs == runs
-    with pytest.raises(Error, match="before its source or its settings were changed"):
-        compare(wrap(Training(2, nn.GELU())), "tetrajet", seeds=1)
-
-
-@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
-def test_whatever_ends_a_timed_training_is_raised(error):
-    def train(policy, seed, log):
-        raise error("done")
-
-    with pytest.raises(error, match="done"):
-        timed(train)
-
-
-@dataclasses.dataclass
-class Settings(Training):
-    data: str
-    rate: float = 0.1
-
-
-def test_the_default_folder_is_that_of_one_setting_and_its_name_is_valid_on_all_systems():
-    partials = [functools.partial(given, path=path, make=None) for path in ("/data/x", "/data/y")]
-    trainings = [given, *partials, *map(Settings, ("a/b", "a/c", "C:x")), Settings("a"), Training()]
-    folders = [folder_of(train) for train in trainings]
-    assert len(set(folders)) == len(folders)
-    assert not set("".join(folders)) & set('/\\:*?"<>|')
-    assert folders[0] == "compare-given"
-    assert folders[-2:] == ["compare-Settings(data='a', rate=0.1)", "compare-Training"]
-
-
-class Elsewhere:
-    """Has an address as Windows writes it."""
-
-    def __repr__(self):
-        return "<Elsewhere object at 0x000001F2A3B4C5D6>"
-
-
-def test_addresses_in_capitals_are_left_out_too():
-    assert name_of(Elsewhere()) == "<Elsewhere object>"
-
-
-def test_times_are_those_of_the_default_device():
-    devices = []
-    with torch.device("meta"):
-        timed(lambda policy, seed, log: devices.append(torch.ones(1).device.type) or log(1, 0.0))
-    assert devices == ["meta"] * 2
 
 
 @pytest.mark.parametrize("policy", [Path("policies/mxfp4.yaml"), fp4graph.load_policy("mxfp4"), {"extends": "mxfp4"}])
