@@ -35,7 +35,8 @@ if cpus.exists() and "GenuineIntel" in cpus.read_text():
 costs.install()
 #: The marker of the tests that request a fixture, by the fixture's name.
 MARKED_BY_FIXTURE = {"inductor": "inductor", "postgres": "service"}
-#: If a test has at least this many cases marked ``long`` or ``gpu``, continuous integration runs one in three of them.
+#: If a test has at least this many cases marked ``long`` or ``gpu``, continuous integration runs one in three of them,
+#: and those marked ``long(every=True)``.
 MANY = 3
 
 
@@ -54,7 +55,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         elsewhere = any(map(item.get_closest_marker, ("parity", "exhaustive")))
-        if any(map(item.get_closest_marker, ("long", "gpu"))) and not elsewhere:
+        every = any(marker.kwargs.get("every") for marker in item.iter_markers("long"))
+        if any(map(item.get_closest_marker, ("long", "gpu"))) and not elsewhere and not every:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for of_test in cases.values():
         if len(of_test) >= MANY:

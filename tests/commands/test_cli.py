@@ -15,6 +15,7 @@ from fp4graph import __main__ as command
 from fp4graph.commands import output, reference
 from fp4graph.technique import registry
 from fp4graph.technique.registry import Registry
+from tests.helpers.policies import long_but
 from tests.helpers.processes import python, run
 from tests.helpers.techniques import Broken, offering
 
@@ -188,7 +189,11 @@ for line in ["policies", "policies tetrajet", "policies --schema", "techniques",
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "first", ["from torch import Tensor", "import torch.nn.functional", "from fp4graph.numerics.symbolic import *"]
+    "first",
+    long_but(
+        ["from torch import Tensor"],
+        ["from torch import Tensor", "import torch.nn.functional", "from fp4graph.numerics.symbolic import *"],
+    ),
 )
 def test_a_deferred_torch_is_imported_whole_and_once(first):
     """A third-party plugin may read torch during the plugin's own import."""
@@ -326,7 +331,7 @@ def test_explain_lists_sites_with_their_rules_shapes_and_flops(fp4graph, data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["check", "explain"])
+@pytest.mark.parametrize("command", ["check", pytest.param("explain", marks=pytest.mark.long)])
 def test_a_policy_is_checked_against_a_model(fp4graph, written, command):
     pytest.importorskip("timm")
     expecting = written("extends: tetrajet\nexpect: {quantized: {min: 1000}}")

@@ -61,7 +61,7 @@ def test_a_hugging_face_folder_of_an_image_model_is_exported(tmp_path):
     assert sum("weight_packed" in name for name in load_file(tmp_path / "out/model.safetensors")) == 12
 
 
-@pytest.mark.parametrize("kind", ["the text ends with a token", "short contexts"])
+@pytest.mark.parametrize("kind", [pytest.param("the text ends with a token", marks=pytest.mark.long), "short contexts"])
 def test_a_hugging_face_folder_of_a_text_model_is_captured_by_its_own_tokens(tmp_path, kind):
     """Sixteen zeros have no end of a text, and do not fit into eight positions."""
     if kind == "short contexts":

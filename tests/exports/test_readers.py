@@ -26,6 +26,7 @@ from fp4graph.errors import Error, PolicyWarning
 from fp4graph.exports.readers import SERVERS, Activations, ServerError, fuse, read
 from fp4graph.technique.operands import Operand
 from tests.exports.models import MXFP4, NVFP4, TOKENS, llama, mixture, multiplied, policy, qwen3, recorded, trained
+from tests.helpers.policies import LONG
 
 pytest.importorskip("compressed_tensors")
 PAGE = Path(__file__).parents[2] / "docs/servers.md"
@@ -150,7 +151,10 @@ def test_the_page_has_the_rows_and_versions():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "layout"), [(case.name, case.layout) for case in CASES])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [pytest.param(case.name, case.layout, marks=LONG if "in training" in case.name else ()) for case in CASES],
+)
 def test_the_table_of_the_page(name, layout, made):
     assert {server: cell(made(name, layout), server) for server in SERVERS} == table()[name, layout]
 

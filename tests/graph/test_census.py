@@ -24,7 +24,7 @@ from fp4graph.model.runtime import runtime_of
 from fp4graph.technique import Factors, ProductOperation
 from fp4graph.technique.registry import Registry
 from tests.helpers import mixtures, models
-from tests.helpers.policies import one_rule
+from tests.helpers.policies import long_but, one_rule
 from tests.helpers.techniques import offering
 from tests.helpers.training import applied, stances, uncompiled
 
@@ -177,7 +177,7 @@ WEIGHTS, EVERYTHING = policy("linear"), policy("linear", "matmul")
 BACKWARD = policy("linear", "matmul", operands={"fprop": "keep"})
 
 
-@pytest.mark.parametrize("name", ["resnet", "einsum attention"])
+@pytest.mark.parametrize("name", long_but(["einsum attention"], ["resnet", "einsum attention"]))
 def test_flops_stay_the_same_where_everything_is_quantized(name):
     """The pass writes quantized convolutions and einsums out as products."""
     torch.manual_seed(0)
@@ -231,6 +231,8 @@ WRITTEN_OUT = {
     "einsum, broadcast in the sum": (lambda x, w: torch.einsum("btd,tde->be", x, w), (8, 1, 24), ["linear"]),
     "einsum of activations": (lambda x, w: torch.einsum("btd,bsd,bse->bte", x, x, x), (), ["matmul", "matmul"]),
 }  # fmt: skip
+SHORT = ("tensordot", "inner", "multi_dot", "addbmm", "bilinear", "einsum of three", "einsum of lists with ...",
+         "einsum of both", "einsum, factors", "einsum, operator", "einsum, broadcast")  # fmt: skip
 UNCOUNTED_FLOPS = {"addbmm": 2 * 4 * 8 * 16 * 8, "bilinear": 2 * 4 * 8 * 6 * 16 * 16}
 
 
@@ -242,7 +244,7 @@ def output(model, policy, x, stance="default"):
     return y
 
 
-@pytest.mark.parametrize("name", WRITTEN_OUT)
+@pytest.mark.parametrize("name", long_but(SHORT, WRITTEN_OUT))
 @pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated", "ignore:.*runs uncompiled")
 def test_an_operation_of_several_products_is_written_out_for_a_rule_that_wants_them(name):
     function, shape, ops = WRITTEN_OUT[name]
@@ -381,7 +383,7 @@ def test_without_opt_einsum_the_products_of_an_einsum_go_from_left_to_right():
 
 @uncompiled
 @stances
-@pytest.mark.parametrize("name", WRITTEN_OUT)
+@pytest.mark.parametrize("name", long_but(SHORT, WRITTEN_OUT))
 @pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
 def test_what_is_written_out_has_torchs_dtype_under_autocast(name, stance):
     function, shape, _ = WRITTEN_OUT[name]

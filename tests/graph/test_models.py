@@ -15,7 +15,7 @@ import fp4graph
 from fp4graph.graph.attention import attention, encoder_layer
 from fp4graph.model.runtime import runtime_of
 from tests.helpers import models
-from tests.helpers.policies import MXFP4, one_rule
+from tests.helpers.policies import LONG, MXFP4, one_rule
 from tests.helpers.training import applied, prepared
 
 
@@ -71,7 +71,13 @@ def bare_linear():
 @pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.long)], ids=["train", "eval"])
 @pytest.mark.parametrize(
     "make",
-    [*(pytest.param(make, marks=pytest.mark.long) for make in (deit, swin)), gpt2, bloom, llama, encoder, bare_linear],
+    [
+        *(pytest.param(make, marks=pytest.mark.long) for make in (deit, swin)),
+        *(pytest.param(make, marks=LONG) for make in (gpt2, bloom)),
+        llama,
+        encoder,
+        bare_linear,
+    ],
 )
 def test_sites_are_those_a_person_counts(make, training):
     model, args, names = make()

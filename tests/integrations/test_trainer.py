@@ -16,6 +16,7 @@ import transformers
 
 from fp4graph.integrations import FP4GraphCallback
 from fp4graph.optim import StableSPAM
+from tests.helpers.policies import LONG
 from tests.helpers.processes import python, run
 from tests.helpers.steps import differences
 
@@ -104,7 +105,11 @@ def test_a_saved_model_is_the_plain_model_and_state(trainer, llama, tmp_path):
         ({"gradient_accumulation_steps": 2}, 5),  # five batches in an epoch
         pytest.param({"gradient_checkpointing": True}, 3, marks=pytest.mark.long),
         pytest.param({"torch_compile": True, "torch_compile_backend": "eager"}, 3, marks=pytest.mark.long),
-        ({"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_steps": 1}, 3),
+        pytest.param(
+            {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_steps": 1},
+            3,
+            marks=LONG,
+        ),
     ],
     ids=["custom optimizer", "bf16", "accumulation", "checkpointing", "torch_compile", "best model reloaded"],
 )
@@ -144,7 +149,8 @@ def test_a_phase_at_a_share_begins_at_that_share_of_the_training(trainer, tmp_pa
 @pytest.mark.slow
 @pytest.mark.usefixtures("operation_by_operation")
 @pytest.mark.parametrize(
-    ("length", "forwards"), [({"num_train_epochs": 2, "max_steps": -1}, 10), ({"max_steps": 7}, 12)]
+    ("length", "forwards"),
+    [pytest.param({"num_train_epochs": 2, "max_steps": -1}, 10, marks=pytest.mark.long), ({"max_steps": 7}, 12)],
 )
 def test_the_total_counts_the_batches_that_end_an_epoch(trainer, length, forwards):
     trained = trainer(PHASES, gradient_accumulation_steps=2, save_strategy="no", **length)  # five batches in an epoch

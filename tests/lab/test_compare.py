@@ -646,7 +646,7 @@ def test_one_policy_needs_no_list(policy):
     assert [each.name for each in policies_of(given, "bf16")] == ["bf16", "mxfp4"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.process
 def test_a_script_without_a_guard_is_named(tmp_path):
     script = tmp_path / "script.py"

@@ -28,7 +28,10 @@ def given(policy, seed, log, path, make):
 
 @pytest.mark.parametrize(
     ("make", "title"),
-    [(Training, "Training"), (lambda: functools.partial(given, path="/data/x", make=Training()), "given")],
+    [
+        pytest.param(Training, "Training", marks=pytest.mark.long),
+        (lambda: functools.partial(given, path="/data/x", make=Training()), "given"),
+    ],
 )
 def test_a_training_with_settings_has_one_name_in_all_processes(tmp_path, monkeypatch, make, title):
     """In another process its objects have other addresses."""
@@ -42,7 +45,11 @@ def test_a_training_with_settings_has_one_name_in_all_processes(tmp_path, monkey
     assert fp4graph.compare(again, "tetrajet", seeds=1, timing=False, statistics=0).runs == result.runs
 
 
-@pytest.mark.parametrize("wrap", [lambda train: train, functools.partial], ids=["alone", "partial"])
+@pytest.mark.parametrize(
+    "wrap",
+    [pytest.param(lambda train: train, marks=pytest.mark.long), functools.partial],
+    ids=["alone", "partial"],
+)
 def test_the_settings_of_an_object_are_part_of_its_training(tmp_path, wrap):
     compare = functools.partial(fp4graph.compare, timing=False, folder=tmp_path)
     runs = compare(wrap(Training(1, nn.GELU())), "tetrajet", seeds=1).runs

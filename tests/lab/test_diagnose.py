@@ -49,7 +49,7 @@ def train(folder, policy, *, seed=0, lr=3e-3, optimizer=torch.optim.Adam, plante
     return losses
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_diverging_learning_rate_is_told_from_quantization(tmp_path):
     """The loss is the first finding; the headline says whether the baseline diverges too."""
     losses = train(tmp_path / "run", "int4-per-tensor", lr=3.0, optimizer=torch.optim.SGD)

@@ -330,7 +330,7 @@ class Loss:
         return loss(model, batch)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_scores_of_a_loss_that_is_an_object_are_used_again(tmp_path):
     """In another process the object has another address."""
     losses = Loss(), Loss()
@@ -434,6 +434,7 @@ class Own(nn.Module):
         return self.blocks(x).mean(1)
 
 
+@pytest.mark.long
 def test_formats_may_come_in_any_order():
     """A format that keeps an einsum does not decompose it."""
     texts = []

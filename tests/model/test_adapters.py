@@ -24,7 +24,7 @@ from fp4graph.model.runtime import runtime_of
 from fp4graph.policy import shipped_policies
 from fp4graph.technique.registry import default_registry
 from tests.helpers.models import module_of
-from tests.helpers.policies import NVFP4, one_rule
+from tests.helpers.policies import LONG, NVFP4, one_rule
 from tests.helpers.training import applied, assert_equal, gradients
 
 
@@ -289,7 +289,7 @@ def assert_same_step(model, reference):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("called", [pytest.param(False, marks=pytest.mark.long), True])
-@pytest.mark.parametrize("rows", [False, True], ids=["layers", "layers and rows of the head"])
+@pytest.mark.parametrize("rows", [False, pytest.param(True, marks=LONG)], ids=["layers", "layers and rows of the head"])
 def test_adapters_join_and_leave_an_applied_model(called, rows):
     """The names of modules change, by which noise is drawn: tetrajet's gradients show whether the new names are used.
 

@@ -13,7 +13,7 @@ import fp4graph
 from fp4graph.model.runtime import runtime_of
 from fp4graph.technique.operands import Operand
 from tests.helpers.models import module_of
-from tests.helpers.policies import one_rule, quantizer
+from tests.helpers.policies import LONG, one_rule, quantizer
 from tests.helpers.training import applied, prepared, stances, uncompiled
 
 NOISE = one_rule(quantize=quantizer() | {"rounding": "stochastic"})
@@ -88,7 +88,8 @@ def made(technique, *, alone):
 @pytest.mark.parametrize(
     ("technique", "policy", "alone"),
     [
-        *((technique, policy, False) for technique in TECHNIQUES for policy in ("no noise", "noise")),
+        *((technique, "noise", False) for technique in TECHNIQUES),
+        *(pytest.param(technique, "no noise", False, marks=LONG) for technique in TECHNIQUES),
         *((technique, "noise", True) for technique in ("weight_norm", "hypernetwork")),
         *((technique, "state", False) for technique in ("weight_norm, old", "hypernetwork")),
     ],

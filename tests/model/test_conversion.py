@@ -9,7 +9,7 @@ from torch.func import functional_call, grad, vmap
 
 import fp4graph
 from fp4graph.errors import Error, PolicyWarning
-from tests.helpers.policies import one_rule
+from tests.helpers.policies import long_but, one_rule
 from tests.helpers.training import applied, assert_equal
 
 X = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("of", MODELS)
+@pytest.mark.parametrize("of", long_but(["the model", "a part"], MODELS))
 @pytest.mark.parametrize("how", CONVERSIONS)
 @pytest.mark.parametrize(
     "ran", [False, pytest.param(True, marks=pytest.mark.long)], ids=["before the first call", "after a call"]

@@ -16,7 +16,7 @@ import fp4graph
 from fp4graph.model.runtime import Runtime, runtime_of
 from tests.helpers import processes
 from tests.helpers.models import Mlp
-from tests.helpers.policies import one_rule
+from tests.helpers.policies import LONG, one_rule
 from tests.helpers.training import prepared
 
 POLICY = one_rule()
@@ -119,7 +119,9 @@ class Encoder(Mlp):
 
 
 CASES = [
-    *(pytest.param(way, "eager", marks=[pytest.mark.long] if way in FURTHER else []) for way in WAYS),
+    *(pytest.param(way, "eager", marks=pytest.mark.long) for way in FURTHER),
+    *(pytest.param(way, "eager", marks=LONG) for way in ("removed", "by parts", "around a break")),
+    *((way, "eager") for way in ("failed", "with state", "checkpointed")),
     *(pytest.param(way, "aot_eager", marks=pytest.mark.long) for way in WAYS),
     ("with state", "inductor"),
 ]

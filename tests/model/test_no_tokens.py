@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fp4graph
 from fp4graph.kernels import operators
-from tests.helpers.policies import one_rule
+from tests.helpers.policies import LONG, one_rule
 from tests.helpers.training import assert_equal
 
 PER_TENSOR = {"block": "tensor", "element": "int4", "scale": {"format": "fp32", "rounding": "nearest_even"}}
@@ -22,6 +22,10 @@ POLICIES: dict[str, Any] = {
     "smooth_swiglu": "nvfp4-smooth-swiglu",
     **{kind: one_rule({"smooth_max": {"kind": kind}}, quantize=PER_TENSOR) for kind in ("absmax", "hybrid")},
 }
+
+
+#: Every policy has two cases: with kernels, and in tensor code. These are not long.
+SHORT = [("blocks of a tensor", True), ("mean_split", True), ("absmax", False)]
 
 
 class Chosen(nn.Module):
@@ -38,8 +42,14 @@ class Chosen(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "tensor code"])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        pytest.param(name, kernels, marks=() if (name, kernels) in SHORT else LONG)
+        for name in POLICIES
+        for kernels in (True, False)
+    ],
+)
 def test_aot_eager_trains_as_eager_does_on_a_batch_without_tokens(name: str, kernels: bool) -> None:
     gradients = []
     for backend in ("eager", "aot_eager"):

@@ -26,7 +26,7 @@ from tests.helpers import experts, models
 from tests.helpers.breaks import Breaks, Disables, Logs
 from tests.helpers.experts import Mixture
 from tests.helpers.models import Mlp, module_of
-from tests.helpers.policies import FEW, TIES_UP, depth_of, one_rule, without_experts
+from tests.helpers.policies import FEW, LONG, TIES_UP, depth_of, one_rule, without_experts
 from tests.helpers.training import applied, assert_equal, prepared, saved_whole, train, uncompiled
 
 pytestmark = pytest.mark.slow
@@ -395,17 +395,20 @@ def reference(name: str, policy: str, mode: str) -> Any:
     return results(CASES[name], POLICIES.get(policy, policy), MODES[mode])
 
 
-def rows(cases, policies, modes, *, long=()):
-    """Return a row for each case, policy and mode; rows with a name in ``long`` have that marker."""
+def rows(cases, policies, modes, *, long=(), every=()):
+    """Return a row for each case, policy and mode. Rows with a name in ``long`` or ``every`` are long; of those in
+    ``every`` alone, continuous integration runs every row."""
     for names in itertools.product(cases, policies, sorted(modes)):
-        yield pytest.param(*names, marks=[pytest.mark.long] if {*names} & {*long} else [], id=", ".join(names))
+        marks = [pytest.mark.long] if {*names} & {*long} else [LONG] if {*names} & {*every} else []
+        yield pytest.param(*names, marks=marks, id=", ".join(names))
 
 
 def shipped():
     """Return rows for every shipped policy but those for experts, with as many blocks as it needs."""
     for policy in without_experts(sorted(default_registry().policies)):
         deep = "deep " if depth_of(policy) > 2 else ""
-        yield from rows([f"{deep}vit"], [policy], ["uncompiled"], long=[] if policy in FEW else [policy])
+        often = {"long": [] if policy in FEW else [policy], "every": FEW - {"nvfp4-te", "tetrajet", "tetrajet-qema"}}
+        yield from rows([f"{deep}vit"], [policy], ["uncompiled"], **often)
         if policy in FEW:
             yield from rows([f"{deep}llama"], [policy], ["uncompiled"], long=[policy])
 
@@ -418,6 +421,7 @@ LOOPS = (
     "loop, reentrant blocks", "loop twice, recomputed experts", "loop twice, recomputed blocks",
     "loop, recomputed experts", "loop, recomputed blocks", "loop, reentrant experts",
 )  # fmt: skip
+RAMPS = ("tetrajet-qramping", "tetrajet-dampen")
 OPTIMIZER_SIDE = ("q_ema", "q_ramping", "dampen", "freeze")
 ROWS = [
     *shipped(),
@@ -428,14 +432,15 @@ ROWS = [
     *rows(["linear"], ["stochastic"], ["uncompiled", "forward", "copy"]),
     *rows(["one block under two names"], ["q_ema", "shared scales"], ["uncompiled"]),
     *rows(["disables", "logs"], ["tetrajet", "tetrajet-qema"], ["call"], long=["tetrajet"]),
-    *rows(["borrows"], ["tetrajet", "tetrajet-qema", "tetrajet-qramping", "tetrajet-dampen"], ["call", "uncompiled"]),
-    *rows(BORROWING, ["tetrajet-qema", "tetrajet"], ["uncompiled"], long=[*BORROWING[1:], "tetrajet"]),
+    *rows(["borrows"], ["tetrajet", "tetrajet-qema"], ["call", "uncompiled"]),
+    *rows(["borrows"], RAMPS, ["call", "uncompiled"], every=RAMPS),
+    *rows(BORROWING, ["tetrajet-qema", "tetrajet"], ["uncompiled"], long=[*BORROWING[1:], "tetrajet"], every=["beit"]),
     *rows(["broken"], ["nvfp4-te", "first block kept"], ["uncompiled"], long=["first block kept"]),
     *rows(["branches", "attends"], ["stochastic"], ["uncompiled"]),
     *rows(["attends, in evaluation"], ["stochastic"], ["uncompiled"], long=["stochastic"]),
     *rows(["owner"], ["nearest"], ["uncompiled"]),
-    *rows(["grouped"], ["nvfp4-te", "tetrajet-qema", "mxfp4-best"], ["uncompiled"]),
-    *rows(["grouped"], OPTIMIZER_SIDE, ["resumed"], long=OPTIMIZER_SIDE[1:]),
+    *rows(["grouped"], ["nvfp4-te", "tetrajet-qema", "mxfp4-best"], ["uncompiled"], every=["mxfp4-best"]),
+    *rows(["grouped"], OPTIMIZER_SIDE, ["resumed"], long=OPTIMIZER_SIDE[1:], every=["q_ema"]),
     *rows(["gathered"], [*OPTIMIZER_SIDE, "hadamard"], ["call", "uncompiled"], long=[*OPTIMIZER_SIDE[1:], "hadamard"]),
     *rows(["gathered, checkpointed"], ["hadamard"], ["call"], long=["hadamard"]),
     *rows(["loop"], ["tetrajet", "tetrajet-qema"], ["uncompiled"], long=["tetrajet"]),

@@ -91,7 +91,11 @@ def test_each_expert_has_the_mean_of_its_tokens():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["four_over_six"], ["stochastic_rounding"]], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [[], *(pytest.param([name], marks=pytest.mark.long) for name in ("four_over_six", "stochastic_rounding"))],
+    ids=str,
+)
 def test_a_number_of_tokens_that_depends_on_values_compiles_to_the_same_bits(more):
     results = []
     for backend in ("eager", "aot_eager"):
