@@ -42,7 +42,8 @@ def _is_contiguous(node: Node) -> bool:
     if result is None:  # a node without a graph, before it runs
         written, operands = einsum_operands(node)
         values = [value for operand in operands if (value := value_of(operand)) is not None]
-        result = torch.einsum(written, *(torch.empty_like(value, device="meta") for value in values))
+        # In one dtype: under autocast operands may differ in theirs.
+        result = torch.einsum(written, *(torch.empty_like(x, dtype=torch.float32, device="meta") for x in values))
     return result.is_contiguous()
 
 

@@ -392,6 +392,15 @@ def test_what_is_written_out_has_torchs_dtype_under_autocast(name, stance):
         assert output(model, EVERYTHING, x, stance).dtype is model(x).dtype
 
 
+@uncompiled
+@stances
+def test_an_einsum_under_autocast_takes_operands_of_two_dtypes(stance):
+    model, x = Called(lambda x, w: torch.einsum("btd,de->bte", x, w), 16, 24), torch.randn(4, 8, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = output(model, EVERYTHING, x.bfloat16(), stance)
+        assert torch.equal(y, output(model, EVERYTHING, x.bfloat16().float(), stance))
+
+
 def test_a_tensordot_that_sums_all_of_an_operand_is_not_written_out():
     for function in (lambda x, w: torch.tensordot(x, w, ([1, 2], [0, 1])), lambda x, w: torch.tensordot(w, x[0])):
         explanation = fp4graph.explain(Called(function, 8, 16), EVERYTHING, (torch.randn(4, 8, 16),))
