@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Node
 
 from fp4graph import torch_internals
@@ -132,10 +132,10 @@ class Names:
         owners = [o for o in candidates if self._by_name[o.module]._parameters.get(o.parameter) is example]
         if owners:
             return next((owner for owner in owners if owner.module == calling), owners[0])
-        if calling is not None and calling in self._by_name:  # a parameter assigned after the names were taken
-            for name, value in self._by_name[calling]._parameters.items():
+        for module in sorted(self._by_name, key=lambda name: name != calling):  # assigned after the names were taken
+            for name, value in self._by_name[module]._parameters.items():
                 if value is example is not None:
-                    return Owner(calling, name)
+                    return Owner(module, name)
         source = _source(weight)
         if source is None or not self._by_name:
             return source
@@ -179,6 +179,11 @@ class Names:
         """Return whether an input tensor of a graph is a buffer of the model."""
         owner = self._buffers.get(id(example))
         return owner is not None and self._by_name[owner.module]._buffers.get(owner.parameter) is example
+
+    def detached_from(self, x: Tensor) -> nn.Parameter | None:
+        """Return the parameter of the model whose memory and layout ``x`` has, or None."""
+        parameters = (p for module in self._by_name.values() for p in module._parameters.values())
+        return next((p for p in parameters if p is not None and p.dtype is x.dtype and p.is_set_to(x)), None)
 
     def is_of_model(self, node: Node) -> bool:
         """Return whether placeholder ``node`` is a parameter or a buffer of the model."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fp4graph import torch_internals
 from fp4graph.graph import experts
 from fp4graph.graph.names import Names
 from fp4graph.graph.nested import nested
@@ -92,6 +93,9 @@ class Nodes:
                 node.meta["grapharg"] = _Input(x)
             elif x in self._produced:
                 node.meta[PRODUCER] = self._produced[x]
+            elif torch_internals.backward_id() >= 0 and (parameter := self._names.detached_from(x)) is not None:
+                # A recomputation gets the arguments of its region detached.
+                self._nodes[x] = node = self.call("call_method", "detach", (self.of(parameter),), {})
         return node
 
     def held(self, x: Tensor) -> Node:

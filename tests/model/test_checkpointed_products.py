@@ -181,3 +181,18 @@ def test_a_matrix_of_no_layer_is_named_where_techniques_keep_state():
     for stance in (None, "force_eager"):
         with pytest.raises(fp4graph.CaptureError, match=r"technique q_ema keeps state.*parameter 'matrix'"):
             trained(Breaks, policy, stance=stance)
+
+
+@pytest.mark.parametrize("policy", ["stochastic", "hold_steps"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("outer", [None, False])
+def test_a_weight_may_be_an_argument_of_the_checkpoint(outer, reentrant, policy):
+    """A recomputation gets a detached argument, of a reentrant checkpoint and of one in another checkpoint."""
+
+    def lends(layer, x):
+        return checkpoint(F.linear, x * 1.0, layer.weight, layer.bias, use_reentrant=reentrant)
+
+    plain = trained(lambda: Net(borrowed, None), POLICIES[policy], stance="force_eager")
+    again = trained(lambda: Net(lends, outer), POLICIES[policy], stance="force_eager")
+    assert len(plain) == len(again)
+    assert all(map(torch.equal, plain, again))

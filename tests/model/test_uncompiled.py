@@ -352,6 +352,7 @@ MODES = {
     "saved whole": Mode(between=pickled),
     "inference between": Mode(between=evaluated),
     "weights assigned": Mode(between=assigned),
+    "weights assigned, uncompiled": Mode(around=force_eager, between=assigned),
     "applied again": Mode(before="tetrajet-qema"),
     "rehearsed": Mode(options={"example_inputs": vectors(0)}),
 }
@@ -433,6 +434,7 @@ ROWS = [
     *rows(["one block under two names"], ["q_ema", "shared scales"], ["uncompiled"]),
     *rows(["disables", "logs"], ["tetrajet", "tetrajet-qema"], ["call"], long=["tetrajet"]),
     *rows(["borrows"], ["tetrajet", "tetrajet-qema"], ["call", "uncompiled"]),
+    *rows(["borrows"], ["tetrajet-qema"], ["weights assigned, uncompiled"]),
     *rows(["borrows"], RAMPS, ["call", "uncompiled"], every=RAMPS),
     *rows(BORROWING, ["tetrajet-qema", "tetrajet"], ["uncompiled"], long=[*BORROWING[1:], "tetrajet"], every=["beit"]),
     *rows(["broken"], ["nvfp4-te", "first block kept"], ["uncompiled"], long=["first block kept"]),
