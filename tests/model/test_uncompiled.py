@@ -434,7 +434,7 @@ ROWS = [
     *rows(["one block under two names"], ["q_ema", "shared scales"], ["uncompiled"]),
     *rows(["disables", "logs"], ["tetrajet", "tetrajet-qema"], ["call"], long=["tetrajet"]),
     *rows(["borrows"], ["tetrajet", "tetrajet-qema"], ["call", "uncompiled"]),
-    *rows(["borrows"], ["tetrajet-qema"], ["weights assigned, uncompiled"]),
+    *rows(["borrows"], ["nearest"], ["weights assigned, uncompiled"]),
     *rows(["borrows"], RAMPS, ["call", "uncompiled"], every=RAMPS),
     *rows(BORROWING, ["tetrajet-qema", "tetrajet"], ["uncompiled"], long=[*BORROWING[1:], "tetrajet"], every=["beit"]),
     *rows(["broken"], ["nvfp4-te", "first block kept"], ["uncompiled"], long=["first block kept"]),
