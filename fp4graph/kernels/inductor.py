@@ -135,6 +135,7 @@ def patches(chosen: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
     Raises:
         Error: torch's own settings, which the environment or the program may have changed, break exactness.
     """
+    from torch._functorch.config import donated_buffer
     from torch._inductor import config
 
     for name, (required, reason) in _REQUIRED.items():
@@ -144,11 +145,13 @@ def patches(chosen: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
                 f"torch._inductor.config.{name} is {value!r}, which would break exactness: {reason}. Set it to "
                 f"{required!r} before the model is first called, or drop the environment variable that set it"
             )
+    # Inductor's cache does not tell apart code that writes into donated buffers, which a second backward would read.
+    uncached = {} if donated_buffer else {"fx_graph_cache": False}
     if on_gpu:
         passes = {} if config.post_grad_custom_post_pass else {"post_grad_custom_post_pass": _reading_in_place()}
-        return {**passes, **chosen, **EXACT, **APART}
+        return {**passes, **chosen, **uncached, **EXACT, **APART}
     tunes = bool(chosen) or config.max_autotune or config.max_autotune_gemm
-    return {**_compiler(), **chosen, **(APART if tunes else {})}
+    return {**_compiler(), **chosen, **uncached, **(APART if tunes else {})}
 
 
 def _reading_in_place() -> Any:

@@ -98,6 +98,8 @@ def sensitivity(
     for name, value in (("repeats", repeats), ("steps", steps), ("terms", terms)):
         if value is not None and (type(value) is not int or value < 1):
             raise Error(f"{name} must be a whole number of at least 1; got {value!r}")
+    if type(decrease) not in (int, float) or not 0 < decrease < math.inf:
+        raise Error(f"decrease must be a number above 0; got {decrease!r}")
     listed = policies if isinstance(policies, list | tuple) else [policies]
     loaded = [dataclasses.replace(load_policy(policy), phases=()) for policy in listed]
     if not (batches := list(batches)):

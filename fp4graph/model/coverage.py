@@ -37,18 +37,15 @@ def check(plan: PhasePlan, capture: Capture) -> list[WeightUse]:
     modules that share another module's graph.
     """
     served = served_sites(plan.root, capture)
-    check_captured(plan, capture)
-    if set(plan.names.blocks) == {""}:
-        check_share(plan, capture.sites, capture.uses.values())
-    check_sites(plan.policy, each_served(served, plan))
-    warn_of_idle(capture.sites, capture.uses.values())
-    warn_of_padding(capture.sites, capture.uses.values())
-    recurrent = {site.module for site in capture.sites if site.op == "recurrent"}
-    for name, module in plan.root.named_modules():
-        if isinstance(module, nn.RNNBase) and name not in recurrent:
-            shape = (module.num_layers, module.input_size, module.hidden_size)
-            site = Site(name, "recurrent", (shape,), None, _RECURRENT, dict(NOTHING.specs), False, supported=False)
-            capture.sites.append(site)
+    try:
+        check_captured(plan, capture)
+        if set(plan.names.blocks) == {""}:
+            check_share(plan, capture.sites, capture.uses.values())
+        check_sites(plan.policy, each_served(served, plan))
+        warn_of_idle(capture.sites, capture.uses.values())
+        warn_of_padding(capture.sites, capture.uses.values())
+    finally:  # explain lists the sites beside the error
+        _add_recurrent(plan, capture)
     served_by = {name: names[0] for _, names in served for name in names[1:] if name is not None}
     return [
         dataclasses.replace(use, module=name)
@@ -56,6 +53,15 @@ def check(plan: PhasePlan, capture: Capture) -> list[WeightUse]:
         for (owner, _), use in capture.uses.items()
         if owner == first
     ]
+
+
+def _add_recurrent(plan: PhasePlan, capture: Capture) -> None:
+    known = {site.module for site in capture.sites if site.op == "recurrent"}
+    for name, module in plan.root.named_modules():
+        if isinstance(module, nn.RNNBase) and name not in known:
+            shape = (module.num_layers, module.input_size, module.hidden_size)
+            site = Site(name, "recurrent", (shape,), None, _RECURRENT, dict(NOTHING.specs), False, supported=False)
+            capture.sites.append(site)
 
 
 def check_captured(plan: PhasePlan, capture: Capture) -> None:

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch._functorch import config as functorch
 from torch._inductor import compile_fx
 from torch._inductor import config as inductor
 from torch._subclasses import FakeTensorMode
@@ -63,6 +64,13 @@ def test_a_compiler_named_in_the_options_goes_before_that_of_the_environment():
     with inductor.patch("cpp.cxx", (None, "gcc")):  # as CXX=gcc, which PEFT's BOFT sets
         assert patches(compiler_options("inductor", None, own, None), on_gpu=False) == {**own, **APART}
         assert patches({}, on_gpu=False).keys() == {"cpp.cxx"}
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_code_whose_saved_tensors_stay_does_not_come_from_the_cache(on_gpu):
+    with functorch.patch(donated_buffer=False):
+        assert patches({}, on_gpu=on_gpu)["fx_graph_cache"] is False
+    assert "fx_graph_cache" not in patches({}, on_gpu=on_gpu)
 
 
 def test_on_a_gpu_options_are_merged_with_those_of_exactness():

@@ -276,6 +276,8 @@ def test_ranking_correlation_and_files(tmp_path):
         ({"together": [("0", "3x")]}, "together has '3x', which is no module of the model"),
         ({"together": ("0.x", "2")}, "together has '.', which is no module"),
         ({"repeats": 0}, "repeats must be a whole number of at least 1; got 0"),
+        ({"decrease": -0.01}, "decrease must be a number above 0; got -0.01"),
+        ({"decrease": float("nan")}, "decrease must be a number above 0; got nan"),
         ({"policies": "bf16"}, "policy 'bf16' quantizes nothing"),
         ({"policies": [POLICY, {**FIRST, "rules": [FIRST["rules"][0] | {"match": {"module": "nowhere"}}]}]}, "nowhere"),
         ({"loss": lambda model, batch: model(batch[0])}, r"returned a tensor of shape \(16, 16\) for batch 0"),

@@ -312,6 +312,12 @@ def test_a_recurrent_layer_is_listed_though_it_is_in_no_graph(wrap):
         assert listed == [("head", "linear", True), ("rnn", "recurrent", False)]
 
 
+def test_a_recurrent_layer_is_listed_beside_an_error():
+    explanation = fp4graph.explain(recurrent(), "tetrajet", SEQUENCE)
+    assert "only head would be quantized" in explanation.problem
+    assert [(site.module, site.op) for site in explanation.sites] == [("head", "linear"), ("rnn", "recurrent")]
+
+
 BLOCKS = {
     "attention over many tokens": (nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), (torch.randn(2, 512, 32),)),
     "weight_norm": (nn.Sequential(weight_norm(nn.Linear(32, 32))), (X,)),

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._functorch import config as functorch
 from torch.autograd import forward_ad, functional
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -256,6 +257,20 @@ def test_first_derivatives_need_no_bypass(backend):
     _, product = functional.vjp(model, X, torch.ones(4, 3))
     torch.testing.assert_close(product, torch.autograd.grad(model(x := X.clone().requires_grad_()).sum(), x)[0])
     assert any(g.any() for g in maml(model, create_graph=False))  # first-order MAML
+
+
+@pytest.mark.inductor
+def test_a_second_backward_reads_what_the_first_kept_although_cached_code_overwrites_it():
+    def gradients_of(model, **options):
+        return [p.clone() for p in torch.autograd.grad(scalar(model)(X), list(model.parameters()), **options)]
+
+    gradients_of(applied(Net(), POLICY, backend="inductor"))  # Inductor's cache now has code that overwrites
+    torch._dynamo.reset()
+    with functorch.patch(donated_buffer=False):
+        model = applied(Net(), POLICY, backend="inductor")
+        loss, weights = scalar(model)(X), list(model.parameters())
+        first = [g.clone() for g in torch.autograd.grad(loss, weights, retain_graph=True)]
+        assert_equal(torch.autograd.grad(loss, weights), first)
 
 
 def dual(model):
