@@ -15,7 +15,6 @@ import json
 import multiprocessing
 import os
 import re
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +37,9 @@ from fp4graph.model.runtime import require_runtime
 
 POLICIES = ("tetrajet", "tetrajet-qema")
 BATCH, CLASSES = 2, 10
+VERSIONS = {library.__name__: library.__version__.partition("+")[0] for library in (torch, timm, torchvision)}
+#: Of the rows that were stored before rows had versions.
+UNRECORDED = {"torch": "2.15.0", "timm": "1.0.31", "torchvision": "0.29.2"}
 HEAD = """# Image models
 
 One architecture of each family of timm {timm}, and every classification model of torchvision {torchvision}, trained for
@@ -103,7 +105,6 @@ def under(policy: str, case: tuple[str, str, dict[str, Any]]) -> dict[str, Any]:
     model, family, images = build(*case)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     result: dict[str, Any] = {"family": family}
-    begin = time.perf_counter()
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -114,8 +115,8 @@ def under(policy: str, case: tuple[str, str, dict[str, Any]]) -> dict[str, Any]:
             loss, unmoved = step(model, images, {name: model.get_parameter(name) for name in names}, optimizer)
     except Exception as error:  # noqa: BLE001
         outcome = "refused" if isinstance(error, fp4graph.Error) else "fails"
-        return result | {"outcome": outcome, "remark": sentence(error), "seconds": time.perf_counter() - begin}
-    result |= {"seconds": time.perf_counter() - begin, "graphs": runtime.capture.graphs, "loss": loss}
+        return result | {"outcome": outcome, "remark": sentence(error)}
+    result |= {"graphs": runtime.capture.graphs, "loss": loss}
     result |= {"sites": sum(site.quantized for site in runtime.sites), "of": len(runtime.sites)}
     del model, optimizer, runtime
     gc.collect()
@@ -164,8 +165,8 @@ def measure(case: tuple[str, str, dict[str, Any]], limit: float) -> dict[str, An
 
 
 def page(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
-    versions = {library.__name__: library.__version__.partition("+")[0] for library in (torch, timm, torchvision)}
-    yield HEAD.format(**versions)
+    known = {name: {row.get("versions", UNRECORDED)[name] for row in rows.values()} for name in VERSIONS}
+    yield HEAD.format(**{name: " and ".join(sorted(found)) for name, found in known.items()})
     for library in ("timm", "torchvision"):
         library_rows = {name.partition("/")[2]: row for name, row in rows.items() if name.startswith(f"{library}/")}
         counts = [f"{sum(row[p]['outcome'] == 'works' for row in library_rows.values())} under `{p}`" for p in POLICIES]
@@ -195,12 +196,14 @@ def main(
     file, all_cases, wanted = folder / "zoo.jsonl", cases(), command.split(models)
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     rows: dict[str, dict[str, Any]] = {row.pop("model"): row for row in map(json.loads, lines)}
+    if unknown := [part for part in wanted if not any(part in name for name in all_cases)]:
+        raise typer.BadParameter(f"{', '.join(unknown)}: no model has this in its name")
     chosen = [name for name in all_cases if (any(part in name for part in wanted) if wanted else name not in rows)]
     for name in chosen:
-        rows[name] = measure(all_cases[name], limit)
+        rows[name] = measure(all_cases[name], limit) | {"versions": VERSIONS}
         outcomes = [f"{policy}: {rows[name][policy]['outcome']} {rows[name][policy]['remark']}" for policy in POLICIES]
         print("\n  ".join((name, *outcomes)), flush=True)
-        rows = {key: rows[key] for key in all_cases if key in rows}
+        rows = {key: rows[key] for key in (*all_cases, *rows) if key in rows}
         write_text(file, "".join(f"{json.dumps({'model': key, **row})}\n" for key, row in rows.items()))
         write_text(document, "\n".join(page(rows)).rstrip() + "\n")
     ended = {rows[name][policy]["outcome"] for name in chosen for policy in POLICIES}
