@@ -1,1 +1,1 @@
-"""Generated code for an absent GPU, its predicted cost, and the checks of ``make gpu-validate`` on a present one."""
+"""The predicted cost of code for an absent GPU, and the checks of ``make gpu-validate`` on a present one."""

@@ -30,7 +30,7 @@ from triton.runtime.interpreter import (
     TensorHandle,
 )
 
-from benchmarks.gpu.absent import Generated
+from tests.gpu.machine_code import Generated
 
 
 def prepare() -> None:

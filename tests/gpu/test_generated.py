@@ -31,6 +31,7 @@ from fp4graph.technique import GRADIENT_STAGES, QUANTIZER_STAGES
 from fp4graph.technique.registry import default_registry
 from tests.gpu.cases import KEY, STEP, GradientFactor, Quantizer, operands, quantizers, rotations
 from tests.gpu.interpreted import run_generated
+from tests.gpu.machine_code import Binary, compile_generated, generate
 from tests.helpers.floats import assert_same_bits
 
 pytestmark = pytest.mark.process
@@ -74,7 +75,7 @@ def in_eager_mode(function: Callable[..., tuple[Tensor, ...]], args: Sequence[Te
 
 
 def assert_machine_code(
-    binaries: Sequence[absent.Binary], gpu: absent.Gpu, exact: bool = True, allowed: Collection[str] = ()
+    binaries: Sequence[Binary], gpu: absent.Gpu, exact: bool = True, allowed: Collection[str] = ()
 ) -> None:
     """Check that this is machine code for ``gpu`` that spills few registers and, if ``exact``, has IEEE arithmetic and
     the instructions ``allowed`` alone."""
@@ -89,7 +90,7 @@ def assert_machine_code(
 @pytest.fixture
 def computed(compiler, interpreter):
     def run(function, args, options=EXACT):
-        return interpreter(run_generated, compiler(absent.generate, absent.H200, function, args, options), args)
+        return interpreter(run_generated, compiler(generate, absent.H200, function, args, options), args)
 
     return run
 
@@ -97,7 +98,7 @@ def computed(compiler, interpreter):
 @pytest.fixture
 def binaries_of(compiler):
     def run(gpu, function, args, options=EXACT):
-        return compiler(absent.compile_generated, gpu, compiler(absent.generate, gpu, function, args, options))
+        return compiler(compile_generated, gpu, compiler(generate, gpu, function, args, options))
 
     return run
 
@@ -113,7 +114,7 @@ def test_values(name, dtype, compiler, interpreter):
     for kind, values in operands(UNEVEN if dtype is torch.float32 else EVEN, quantizer.program.spec):
         args = arguments(memory(values, quantizer, dtype), quantizer)
         if generated is None:
-            generated = compiler(absent.generate, absent.H200, quantizer, args, EXACT)
+            generated = compiler(generate, absent.H200, quantizer, args, EXACT)
         expected = in_eager_mode(quantizer, args)
         assert_all_same(interpreter(run_generated, generated, args), expected)
         if kind != "subnormal":
@@ -136,8 +137,8 @@ def test_machine_code_of_every_configuration(name, gpu, compiler):
     """At the size of a ViT-Base layer, all configurations among which autotuning chooses on a card."""
     quantizer = QUANTIZERS[name]
     args = arguments(memory(torch.zeros(768, 3072), quantizer, torch.bfloat16), quantizer)
-    generated = compiler(absent.generate, gpu, quantizer, args, EXACT)
-    binaries = compiler(absent.compile_generated, gpu, generated, every=True)
+    generated = compiler(generate, gpu, quantizer, args, EXACT)
+    binaries = compiler(compile_generated, gpu, generated, every=True)
     assert len(binaries) > generated.source.count("async_compile.triton(")
     assert_machine_code(binaries, gpu)
 
@@ -210,7 +211,7 @@ def test_symbolic_sizes(compiler, interpreter):
     quantizer = QUANTIZERS["tetrajet:fprop.input"]
     assert quantizer.program.spec is not None
     example = arguments(torch.zeros(UNEVEN), quantizer)
-    generated = compiler(absent.generate, absent.H200, quantizer, example, EXACT, dynamic=True)
+    generated = compiler(generate, absent.H200, quantizer, example, EXACT, dynamic=True)
     for shape in (UNEVEN, EVEN, (33, 257)):
         for _, values in operands(shape, quantizer.program.spec):
             args = arguments(values, quantizer)

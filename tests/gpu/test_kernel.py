@@ -40,6 +40,7 @@ from fp4graph.technique import QUANTIZER_STAGES
 from fp4graph.technique.operands import Operand
 from tests.gpu.cases import KEY, STEP, operands, programs
 from tests.gpu.interpreted import run_generated
+from tests.gpu.machine_code import Binary, Generated, compile_generated, compile_written, generate
 from tests.gpu.test_generated import EVEN, GPUS, UNEVEN, assert_all_same, assert_machine_code
 from tests.helpers.floats import assert_same_bits
 from tests.kernels.quantizers import STOCHASTIC, hostile
@@ -316,7 +317,7 @@ def test_only_numbers_of_blocks_are_divided_by_the_slow_division(operator, most,
     assert binary.ptx.count("div.rn.f32") <= most
 
 
-def compiled(gpu: absent.Gpu, rows: QuantSpec, columns: QuantSpec, operator: str) -> absent.Binary:
+def compiled(gpu: absent.Gpu, rows: QuantSpec, columns: QuantSpec, operator: str) -> Binary:
     """Compile the kernel as an operator launches it for a bf16 tensor."""
     used = USES[operator]
     specs = {
@@ -345,7 +346,7 @@ def compiled(gpu: absent.Gpu, rows: QuantSpec, columns: QuantSpec, operator: str
     formats = {name: None if spec is None else constants(spec) for name, spec in specs.items()}
     tiles = {"THROUGH": triton_quantize.THROUGH[torch.bfloat16], "TILE": TILE}
     constant = {**absent_ones, **formats, **each, **tiles}
-    return absent.compile_written(
+    return compile_written(
         gpu, quantize_kernel, {**pointers, **sizes}, constant, [*pointers, "M", "K", "width"], **triton_quantize.OPTIONS
     )
 
@@ -358,10 +359,10 @@ def compiled(gpu: absent.Gpu, rows: QuantSpec, columns: QuantSpec, operator: str
 def test_operators_in_a_compiled_graph(dtype, compiler):
     """Inductor calls each operator once, between the two kernels that it fuses from the other operations."""
     x = torch.zeros(EVEN, dtype=dtype)
-    generated = compiler(absent.generate, absent.H200, in_a_graph, (x, KEY, STEP), EXACT)
+    generated = compiler(generate, absent.H200, in_a_graph, (x, KEY, STEP), EXACT)
     for operator in ("quantize_both", "quantize_and_pack", "requantize"):
         assert generated.source.count(f"torch.ops.fp4graph.{operator}.default(") == 1
-    assert len(compiler(absent.compile_generated, absent.H200, generated)) == 2
+    assert len(compiler(compile_generated, absent.H200, generated)) == 2
 
 
 def in_a_graph(x: Tensor, key: Tensor, step: Tensor) -> tuple[Tensor, ...]:
@@ -384,9 +385,9 @@ def test_for_concatenations_in_memory_and_casts_of_inputs_no_kernel_is_generated
     assert_all_same(interpreter(run_generated, generated, args), side_by_side(*args))
 
 
-def with_all_options(args: tuple[Tensor, ...]) -> absent.Generated:
+def with_all_options(args: tuple[Tensor, ...]) -> Generated:
     """Generate code under all options that Inductor gets for a GPU. For a worker process."""
-    return absent.generate(absent.H200, side_by_side, args, patches({}, on_gpu=True))
+    return generate(absent.H200, side_by_side, args, patches({}, on_gpu=True))
 
 
 def side_by_side(q: Tensor, k: Tensor, v: Tensor, w: Tensor, key: Tensor, step: Tensor) -> tuple[Tensor, ...]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from benchmarks.gpu import absent
 from fp4graph.kernels import gpu, switches, triton_product
 from fp4graph.kernels.triton_kernels import product_kernel
+from tests.gpu.machine_code import Binary, compile_written
 from tests.gpu.test_generated import GPUS, assert_machine_code
 from tests.helpers.floats import assert_same_bits
 
@@ -63,14 +64,14 @@ def test_machine_code(layout, gpu, compiler):
     assert ("wgmma.mma_async" if gpu.capability == 90 else "tcgen05.mma") in binary.ptx  # tensor cores
 
 
-def compiled(gpu: absent.Gpu, layout: str) -> absent.Binary:
+def compiled(gpu: absent.Gpu, layout: str) -> Binary:
     pointers = dict.fromkeys(("left", "right", "addend", "result"), "*bf16") | {"scale": "*fp32"}
     numbers = dict.fromkeys(("M", "N", "K", "left_batch", "right_batch"), "i32")
     ones = ("left_k", "right_k") if layout == "rows" else ("left_m", "right_n")
     others = [name for name in ("left_m", "left_k", "right_n", "right_k") if name not in ones]
     numbers |= dict.fromkeys(others, "i32")
     constant, types = {**dict.fromkeys(ones, 1), "BETA": 1.0, **triton_product.TILES}, {**pointers, **numbers}
-    return absent.compile_written(gpu, product_kernel, types, constant, [*types], **triton_product.OPTIONS)
+    return compile_written(gpu, product_kernel, types, constant, [*types], **triton_product.OPTIONS)
 
 
 def test_the_kernel_takes_short_products_of_16_bits_with_a_vector_or_nothing_to_add():
