@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import fp4graph
-from benchmarks.bits import HIDDEN, KINDS, TOKENS, WIDTH, Blocks
 from fp4graph.kernels.machine import Machine
 from fp4graph.kernels.request import Asked
 from fp4graph.kernels.rows import TENSOR_CODE
@@ -25,6 +24,7 @@ from fp4graph.ops.schedule import Keeps, Schedule, Setting, Source, Step
 from fp4graph.technique.operands import Gemm, Operand
 from tests.helpers.policies import NVFP4, long_but_few, one_rule
 from tests.helpers.sites import program_of
+from tests.helpers.stacks import HIDDEN, KINDS, TOKENS, WIDTH, Blocks
 
 pytestmark = pytest.mark.usefixtures("operation_by_operation")
 
