@@ -6,14 +6,16 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 
+import fp4graph
 from benchmarks import tables
 from benchmarks.models import DTYPES, MODELS
-from benchmarks.results import RESULTS, Figures, Results, attempt
+from benchmarks.processes import Figures, attempt
+from benchmarks.results import RESULTS, Results
 from benchmarks.timing import Patience
 from fp4graph.technique.registry import default_registry
 
@@ -23,11 +25,12 @@ Dtypes = Annotated[str, typer.Option(help="float32, bfloat16 or both, separated 
 Batch = Annotated[int | None, typer.Option(min=1, help="Images or sequences. [16 images, 8 sequences]")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 Folder = Annotated[Path, typer.Option(help="Folder of the results.")]
+Backend = Literal["inductor", "aot_eager", "eager"]
 _SHARED: dict[str, tuple[Any, Any]] = {
     "device": (Device, "cpu"),
-    "backend": (Annotated[str, typer.Option(help="inductor; eager tries without compiling.")], "inductor"),
+    "backend": (Annotated[Backend, typer.Option(help="eager tries without compiling.")], "inductor"),
     "seconds": (Annotated[float, typer.Option(min=0, help="Time limit of a comparison, without compilation.")], 30.0),
-    "repeats": (Annotated[int, typer.Option(min=1, help="Least number of pairs of a comparison.")], 11),
+    "repeats": (Annotated[int, typer.Option(min=3, help="Least number of pairs of a settled ratio.")], 11),
     "folder": (Folder, RESULTS),
 }
 #: Each case, in plain values, with the function that returns its figures.
@@ -36,12 +39,11 @@ Cases = Iterator[tuple[Mapping[str, Any], Callable[[], Figures]]]
 
 @dataclass(frozen=True)
 class Settings:
-    """The values of the shared options, and the rows so far."""
+    """The values of the shared options."""
 
     device: torch.device
     backend: str
     patience: Patience
-    results: Results
 
 
 class Benchmark:
@@ -76,8 +78,8 @@ class Benchmark:
             **own: Any,
         ) -> None:
             results = Results(name, context.params, device_of(device), folder)
-            settings = Settings(device_of(device), backend, Patience(seconds, repeats), results)
-            for case, measure in cases(settings, **own):
+            patience = Patience(seconds, repeats, max(repeats, Patience.most))
+            for case, measure in cases(Settings(device_of(device), backend, patience), **own):
                 results.add(case, attempt(measure))
             tables.show(title, columns, results.rows)
             print(f"all repeats, machine and versions: {results.file}")
@@ -115,8 +117,15 @@ def device_of(name: str) -> torch.device:
 
 
 def policies_of(names: str) -> list[str]:
-    """Return names of policies; ``all`` stands for every shipped policy."""
-    return sorted(default_registry().policies) if names == "all" else split(names)
+    """Return names of policies; ``all`` stands for every shipped policy. Raise BadParameter if one cannot be loaded."""
+    if names == "all":
+        return sorted(default_registry().policies)
+    for name in split(names):
+        try:
+            fp4graph.load_policy(name)
+        except fp4graph.Error as error:
+            raise typer.BadParameter(str(error)) from None
+    return split(names)
 
 
 def choices(names: str, among: Iterable[str], separator: str = ",") -> list[str]:
@@ -129,5 +138,5 @@ def choices(names: str, among: Iterable[str], separator: str = ",") -> list[str]
 
 
 def split(names: str, separator: str = ",") -> list[str]:
-    """Return the parts of ``names`` between separators."""
-    return [name.strip() for name in names.split(separator) if name.strip()]
+    """Return the distinct parts of ``names`` between separators."""
+    return list(dict.fromkeys(name.strip() for name in names.split(separator) if name.strip()))

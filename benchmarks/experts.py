@@ -2,7 +2,8 @@
 
     python -m benchmarks.experts [--policies tetrajet,nvfp4] [--tokens 64]
 
-Inductor compiles both. Both have the same weights ``[E, N, K]``, dY and tokens sorted by expert, and compute dX and dW.
+Both have the same weights ``[E, N, K]``, dY and tokens sorted by expert, and compute dX and dW. Inductor compiles both,
+except the unquantized product in fp32, for which it has no code: torch's own runs there.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import fp4graph
 from benchmarks import command, tables
 from benchmarks.command import Cases, Settings
 from benchmarks.linear import running
-from benchmarks.models import DTYPES, UNQUANTIZED, under
+from benchmarks.models import DTYPES, UNQUANTIZED, fitting, under
+from benchmarks.processes import Inapplicable
 from benchmarks.timing import compare
 
 COLUMNS = (
@@ -42,7 +44,9 @@ class Experts(nn.Module):
 def of_any_experts(policy: str) -> fp4graph.Policy:
     """Return ``policy`` with its first rule that quantizes alone, for experts wherever they stand."""
     loaded = fp4graph.load_policy(policy)
-    rule = next(rule for rule in loaded.rules if rule.quantizes)
+    rule = next((rule for rule in loaded.rules if rule.quantizes), None)
+    if rule is None:
+        raise Inapplicable("the policy quantizes nothing")
     rule = dataclasses.replace(rule, match=type(rule.match)(op=("grouped",)))
     return dataclasses.replace(loaded, rules=(rule,))
 
@@ -56,10 +60,11 @@ def of_dtype(dtype: str, shape: tuple[int, int, int], policies: list[str], setti
     x, dy = (torch.randn(count * tokens, features, dtype=DTYPES[dtype], device=device) for _ in range(2))
     ends = torch.arange(1, count + 1, dtype=torch.int32, device=device) * tokens
     baseline = copy.deepcopy(experts)
-    if dtype == "bfloat16":  # Inductor compiles no grouped product in fp32, so torch's own runs there
+    if dtype == "bfloat16":
         baseline.compile(backend=backend, dynamic=False)
 
     def measure(policy: str) -> dict[str, Any]:
+        fitting(fp4graph.explain(experts, of_any_experts(policy), (x, ends)))
         module = under(copy.deepcopy(experts), of_any_experts(policy), backend, dynamic=False)
         plain, quantized = (running(each, x.requires_grad_(), dy, ends) for each in (baseline, module))
         return compare(plain, quantized, device, settings.patience).figures

@@ -22,9 +22,13 @@ _TENSOR = {
 }
 
 
-def quantizer_bytes(m: int, k: int, n: int, itemsize: int, quantized: Collection[Operand]) -> int:
-    """Return the least number of bytes that quantizing the operands ``quantized`` of one site moves."""
-    numel = {"x": m * k, "w": n * k, "dy": m * n}
+def quantizer_bytes(x: int, w: int, dy: int, itemsize: int, quantized: Collection[Operand]) -> int:
+    """Return the least number of bytes that quantizing the operands ``quantized`` of one site moves.
+
+    Args:
+        x, w, dy: numbers of elements.
+    """
+    numel = {"x": x, "w": w, "dy": dy}
     read = sum(numel[tensor] for tensor in {_TENSOR[operand] for operand in quantized})
     written = sum(numel[_TENSOR[operand]] for operand in quantized)
     return itemsize * (read + written)
@@ -52,18 +56,15 @@ def of_sites(sites: Iterable[Site], itemsize: int, device: torch.device) -> floa
     for site in sites:
         quantized = [operand for operand, spec in site.operands.items() if spec is not None]
         if quantized:
-            m, k, n, products = extents(site)
-            largest = itemsize * max(m * k, n * k, m * n)
-            total += products * quantizer_bytes(m, k, n, itemsize, quantized) / bandwidth(largest, device)
+            elements = numel(site)
+            nbytes = quantizer_bytes(*elements, itemsize, quantized)
+            total += nbytes / bandwidth(itemsize * max(elements), device)
     return total
 
 
-def extents(site: Site) -> tuple[int, int, int, int]:
-    """Return M, K and N of a site's matrix products, and the number of products.
-
-    A site's shapes are those of X and of the stored W, or of two activations ``[..., M, K]`` and ``[..., K, N]``.
-    """
-    left, right = ([int(size) for size in shape] for shape in site.shapes)
-    if site.op == "linear":
-        return math.prod(left[:-1]), left[-1], math.prod(right) // left[-1], 1
-    return left[-2], left[-1], math.prod(right) // math.prod(right[:-2]) // left[-1], math.prod(left[:-2])
+def numel(site: Site) -> tuple[int, int, int]:
+    """Return the elements of both factors of a site, X and W or two activations, and of their product."""
+    x, w = (math.prod(map(int, shape)) for shape in site.shapes)
+    assert site.sizes is not None
+    rows, _, outputs = site.sizes
+    return x, w, rows * outputs

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Annotated, Any
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 import fp4graph
 from benchmarks import command, floor, tables
 from benchmarks.command import Cases, Settings
-from benchmarks.models import DTYPES, UNQUANTIZED, Inapplicable, fitting, under
-from benchmarks.peers import PEERS, peer_name
-from benchmarks.timing import compare, seconds_of
+from benchmarks.models import DTYPES, UNQUANTIZED, fitting, of_inner_blocks, under
+from benchmarks.peers import PEERS, QUANTIZES, installed, peer_name
+from benchmarks.processes import Inapplicable
+from benchmarks.timing import compare
 from fp4graph.technique.operands import Operand
 
 #: M, K, N: rows of X, in_features, out_features. ViTs: 16 images of 197 tokens; LLaMA: 8 sequences of 256.
@@ -50,18 +51,14 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 @dataclass(frozen=True)
 class Linear:
-    """One contender: ``run`` is a forward and a backward, ``floor`` a lower bound of the ratio, None if unknown."""
+    """One contender: ``run`` is a forward and a backward."""
 
-    name: str
     run: Callable[[], object]
     quantizes: str
-    floor: float | None = None
+    nbytes: int | None = None  # the least that its quantizers move; None if unknown
 
 
-def of_inner_blocks(policy: str) -> fp4graph.Policy:
-    """Return ``policy`` without its rules for the first or last blocks: a single linear stands for an inner block's."""
-    loaded = fp4graph.load_policy(policy)
-    return replace(loaded, rules=tuple(r for r in loaded.rules if not (r.match.first_blocks or r.match.last_blocks)))
+Builder = Callable[[], Linear]
 
 
 def running(module: nn.Module, x: Tensor, dy: Tensor, *others: Tensor) -> Callable[[], object]:
@@ -87,26 +84,28 @@ class Case:
         self.dy = torch.randn(self.m, self.n, device=device, dtype=dtype)
 
     @property
+    def numel(self) -> tuple[int, int, int]:
+        """Numbers of elements of X, W and dY."""
+        return self.m * self.k, self.n * self.k, self.m * self.n
+
+    @property
     def bandwidth(self) -> float:
         """Bytes per second of a copy of the largest of X, W and dY."""
-        largest = max(self.m * self.k, self.n * self.k, self.m * self.n)
-        return floor.bandwidth(largest * self.dtype.itemsize, self.device)
+        return floor.bandwidth(max(self.numel) * self.dtype.itemsize, self.device)
 
     def unquantized(self, *, compiled: bool = True) -> Linear:
-        name = UNQUANTIZED if compiled else f"{UNQUANTIZED}, eager"
-        return self._plain(copy.deepcopy(self.linear), name, "nothing", compiled)
+        return self._plain(copy.deepcopy(self.linear), "nothing", compiled)
 
-    def under(self, policy: str, baseline_seconds: float) -> Linear:
-        """Return the linear under a policy; its floor follows from the time of the unquantized linear."""
+    def under(self, policy: str) -> Linear:
+        """Return the linear under a policy."""
         site = fitting(fp4graph.explain(self.linear, of_inner_blocks(policy), (self.x,))).sites[0]
         module = self.applied(policy, self.backend)
         self.check(module, policy)
         quantized = [operand for operand, spec in site.operands.items() if spec is not None]
-        nbytes = floor.quantizer_bytes(self.m, self.k, self.n, self.dtype.itemsize, quantized)
-        lower_bound = 1 + nbytes / self.bandwidth / baseline_seconds
+        nbytes = floor.quantizer_bytes(*self.numel, self.dtype.itemsize, quantized)
         names = ", ".join(f"Q{number}" for number, operand in enumerate(Operand, 1) if operand in quantized)
         words = "Q1 to Q6" if len(quantized) == len(Operand) else names or "nothing"
-        return Linear(policy, running(module, self.x, self.dy), words, lower_bound)
+        return Linear(running(module, self.x, self.dy), words, nbytes)
 
     def applied(self, policy: str, backend: str) -> nn.Module:
         return under(copy.deepcopy(self.linear), of_inner_blocks(policy), backend, dynamic=False)
@@ -128,51 +127,49 @@ class Case:
         return y.detach(), dx, dw
 
     def peer(self, name: str, *, compiled: bool) -> Linear:
-        peer = PEERS[name]
-        if not peer.installed:
-            raise Inapplicable(f"not installed: pip install {peer.package}")
-        module = peer.build(copy.deepcopy(self.linear))
-        return self._plain(module, peer_name(name, compiled=compiled), peer.quantizes, compiled)
+        if not installed(name):
+            raise Inapplicable(f"not installed: pip install {name}")
+        return self._plain(PEERS[name](copy.deepcopy(self.linear)), QUANTIZES, compiled)
 
-    def _plain(self, module: nn.Module, name: str, quantizes: str, compiled: bool) -> Linear:
+    def _plain(self, module: nn.Module, quantizes: str, compiled: bool) -> Linear:
         if compiled:
             module.compile(backend=self.backend, dynamic=False)
-        return Linear(name, running(module, self.x, self.dy), quantizes)
+        return Linear(running(module, self.x, self.dy), quantizes)
 
 
 def of_case(case: Case, policies: list[str], peers: list[str], against: str, settings: Settings) -> Cases:
     """Yield one shape and dtype: each contender beside the unquantized linear, then the policies beside a peer."""
     torch._dynamo.reset()
-    baseline, measured = case.unquantized(), list[str]()
-    baseline_seconds = seconds_of(baseline.run, case.device)
 
-    def figures(base: Linear, build: Callable[[], Linear]) -> dict[str, Any]:
-        contender = build()
-        comparison = compare(base.run, contender.run, case.device, settings.patience)
-        measured.append(contender.name)
+    def figures(to: str, base: Builder, build: Builder) -> dict[str, Any]:
+        baseline, contender = base(), build()
+        comparison = compare(baseline.run, contender.run, case.device, settings.patience)
+        nbytes = contender.nbytes if to == UNQUANTIZED else None
         return {
             **comparison.figures,
             "quantizes": contender.quantizes,
-            "floor": contender.floor if base is baseline else None,
-            "gemm_rate": 6 * case.m * case.k * case.n / baseline_seconds,
+            "floor": None if nbytes is None else 1 + nbytes / case.bandwidth / comparison.baseline,
+            "gemm_rate": 6 * case.m * case.k * case.n / comparison.baseline,
             "machine_gemm_rate": floor.gemm_rate(case.dtype, case.device),
             "bandwidth": case.bandwidth,
         }
 
-    def beside(base: Linear, builders: Mapping[str, Callable[[], Linear]]) -> Cases:
+    def beside(to: str, base: Builder, builders: Mapping[str, Builder]) -> Cases:
+        built_once = cache(base)  # in the first case, whose figures say so if it fails
         for name, build in builders.items():
             about = {"shape": case.shape, "dtype": str(case.dtype).removeprefix("torch."), "linear": name}
-            yield {**about, "to": base.name, "backend": case.backend}, partial(figures, base, build)
+            yield {**about, "to": to, "backend": case.backend}, partial(figures, to, built_once, build)
 
-    ours = {policy: partial(case.under, policy, baseline_seconds) for policy in policies}
-    yield from beside(baseline, {f"{UNQUANTIZED}, eager": partial(case.unquantized, compiled=False), **ours})
-    builders = ((peer, compiled) for peer in peers for compiled in (False, True))
-    yield from beside(
-        baseline, {peer_name(peer, compiled=c): partial(case.peer, peer, compiled=c) for peer, c in builders}
-    )
-    if against and PEERS[against].installed:
-        ours = {policy: build for policy, build in ours.items() if policy in measured}
-        yield from beside(case.peer(against, compiled=True), ours)
+    ours: dict[str, Builder] = {policy: partial(case.under, policy) for policy in policies}
+    eager: dict[str, Builder] = {f"{UNQUANTIZED}, eager": partial(case.unquantized, compiled=False)}
+    theirs: dict[str, Builder] = {
+        peer_name(peer, compiled=compiled): partial(case.peer, peer, compiled=compiled)
+        for peer in peers
+        for compiled in (False, True)
+    }
+    yield from beside(UNQUANTIZED, case.unquantized, {**eager, **ours, **theirs})
+    if against:
+        yield from beside(peer_name(against, compiled=True), partial(case.peer, against, compiled=True), ours)
 
 
 def cases(
@@ -181,7 +178,9 @@ def cases(
     dtypes: command.Dtypes = "float32,bfloat16",
     policies: command.Policies = "bf16,tetrajet,microscaling,nvfp4,tetrajet-qema",
     peers: Annotated[str, typer.Option(help=f"Any of {', '.join(PEERS)}; all; '' for none.")] = "all",
-    against: Annotated[str, typer.Option(help="A peer, compiled, with which policies are compared too.")] = "torchao",
+    against: Annotated[
+        Literal["torchao", "brevitas", ""], typer.Option(help="A peer, compiled, beside which policies run too.")
+    ] = "torchao",
 ) -> Cases:
     names = command.policies_of(policies), command.choices(peers, PEERS)
     for shape in command.choices(shapes, SHAPES):

@@ -15,9 +15,10 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from benchmarks import command, floor, tables
+from benchmarks import command, tables
 from benchmarks.command import Cases, Settings
-from benchmarks.models import MODELS, UNQUANTIZED, Training, explained, under
+from benchmarks.models import MODELS, UNQUANTIZED, Training, explained, of_inner_blocks, under
+from benchmarks.processes import Inapplicable
 
 MIB = 2**20
 COLUMNS = (
@@ -57,7 +58,7 @@ def of_linear(m: int, k: int, n: int, policy: str, device: torch.device, backend
     torch.manual_seed(0)
     linear = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
     x = torch.randn(m, k, device=device, dtype=torch.bfloat16, requires_grad=True)
-    under(linear, policy, backend, dynamic=False)
+    under(linear, of_inner_blocks(policy), backend, dynamic=False)
     linear(x).sum().backward()
     return saved(lambda: linear(x), linear.parameters())
 
@@ -65,7 +66,9 @@ def of_linear(m: int, k: int, n: int, policy: str, device: torch.device, backend
 def of_linears(model: str, size: int, policy: str, device: torch.device, backend: str) -> dict[str, Any]:
     """Return the figures of all linears of ``model`` that ``policy`` quantizes."""
     sites = explained(MODELS[model], policy, size).sites
-    kinds = Counter(floor.extents(site)[:3] for site in sites if site.quantized and site.op == "linear")
+    kinds = Counter(site.sizes for site in sites if site.quantized and site.op == "linear" and site.sizes)
+    if not kinds:
+        raise Inapplicable("the policy quantizes no linear")
     totals = dict.fromkeys((UNQUANTIZED, policy), (0, 0))
     for (m, k, n), count in kinds.items():
         for name, (total, activations) in totals.items():
@@ -76,6 +79,7 @@ def of_linears(model: str, size: int, policy: str, device: torch.device, backend
 
 def of_model(model: str, size: int, policy: str, device: torch.device, backend: str) -> dict[str, Any]:
     counts = []
+    explained(MODELS[model], policy, size)
     for name in (policy, UNQUANTIZED):
         torch._dynamo.reset()
         training = Training(MODELS[model], name, size, torch.bfloat16, device, backend)
@@ -87,12 +91,9 @@ def of_model(model: str, size: int, policy: str, device: torch.device, backend: 
 
 def _figures(policy_bytes: tuple[int, int], baseline: tuple[int, int]) -> dict[str, Any]:
     return {
-        "ratio": policy_bytes[0] / baseline[0],
-        "bytes": policy_bytes[0],
-        "baseline_bytes": baseline[0],
-        "activation_ratio": policy_bytes[1] / baseline[1],
-        "activation_bytes": policy_bytes[1],
-        "activation_baseline_bytes": baseline[1],
+        f"{prefix}{name}": value
+        for prefix, own, plain in zip(("", "activation_"), policy_bytes, baseline, strict=True)
+        for name, value in (("ratio", own / plain), ("bytes", own), ("baseline_bytes", plain))
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import fp4graph
+from benchmarks.processes import Inapplicable
 
 #: The name of the unquantized baseline, which is not a policy.
 UNQUANTIZED = "unquantized"
@@ -28,7 +29,7 @@ class Model:
 
     make: Callable[[], nn.Module]  # with the same weights after the same seed
     batch: Callable[[int], Batch]  # of a given size, on the CPU
-    loss: Callable[[nn.Module, Batch], Tensor]
+    loss: Callable[[Any, Batch], Tensor]  # of the model's output
     inputs: Callable[[Batch], tuple[tuple[Tensor, ...], Mapping[str, Tensor]]]  # of the model's forward
     size: int  # of a batch, if no other is given
 
@@ -43,7 +44,7 @@ def _vision(name: str, size: int, image: int = 224, **options: Any) -> Model:
     return Model(
         make,
         lambda count: {"images": torch.randn(count, 3, image, image), "labels": torch.arange(count) % 10},
-        lambda model, batch: cross_entropy(model(batch["images"]), batch["labels"]),
+        lambda output, batch: cross_entropy(output, batch["labels"]),
         lambda batch: ((batch["images"],), {}),
         size,
     )
@@ -65,15 +66,11 @@ def _llama(width: int, feed_forward: int, layers: int, heads: int, vocabulary: i
             )
         )
 
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        value: Tensor = model(**batch).loss
-        return value
-
     def batch(count: int) -> Batch:
         tokens = torch.randint(vocabulary, (count, context))
         return {"input_ids": tokens, "labels": tokens}
 
-    return Model(make, batch, loss, lambda batch: ((), batch), size)
+    return Model(make, batch, lambda output, _: output.loss, lambda batch: ((), batch), size)
 
 
 #: ``trial-`` models are small, for trials of a benchmark. LLaMA-60M is that of GaLore (Zhao et al. 2024): 58 million
@@ -107,27 +104,19 @@ class Stack(nn.Module):
         return x
 
 
-class _Decoder(nn.Module):
-    """A decoder layer of LLaMA that takes the rotary embedding as two tensors."""
+def _decoder(width: int, feed_forward: int, heads: int) -> nn.Module:
+    """Return a decoder layer of LLaMA that takes the rotary embedding as two tensors."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    def __init__(self, width: int, feed_forward: int, heads: int) -> None:
-        from transformers import LlamaConfig
-        from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+    class Decoder(LlamaDecoderLayer):
+        def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            y: Tensor = super().forward(x, position_embeddings=(cos, sin))
+            return y
 
-        super().__init__()
-        config = LlamaConfig(hidden_size=width, intermediate_size=feed_forward, num_attention_heads=heads)
-        config._attn_implementation = "sdpa"
-        layer = LlamaDecoderLayer(config, 0)
-        self.self_attn, self.mlp = layer.self_attn, layer.mlp
-        self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        attended, _ = self.self_attn(
-            hidden_states=self.input_layernorm(x), position_embeddings=(cos, sin), attention_mask=None
-        )
-        x = x + attended
-        y: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return y
+    config = LlamaConfig(hidden_size=width, intermediate_size=feed_forward, num_attention_heads=heads)
+    config._attn_implementation = "sdpa"
+    return Decoder(config, 0)
 
 
 def _stack(make: Callable[[], nn.Module], width: int, tokens: int, size: int, head: int = 0, depth: int = 0) -> Model:
@@ -140,7 +129,7 @@ def _stack(make: Callable[[], nn.Module], width: int, tokens: int, size: int, he
     return Model(
         lambda: Stack(make, depth),
         batch,
-        lambda model, batch: model(*batch.values()).float().square().mean(),
+        lambda output, _: output.float().square().mean(),
         lambda batch: (tuple(batch.values()), {}),
         size,
     )
@@ -159,16 +148,12 @@ def vit_blocks(width: int, heads: int, tokens: int = 197, size: int = 32, depth:
 
 def llama_blocks(width: int, feed_forward: int, heads: int, tokens: int, size: int, depth: int = 0) -> Model:
     """Return a stack of decoder blocks of LLaMA."""
-    return _stack(lambda: _Decoder(width, feed_forward, heads), width, tokens, size, width // heads, depth)
+    return _stack(lambda: _decoder(width, feed_forward, heads), width, tokens, size, width // heads, depth)
 
 
 def autocast(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
     """Return the forward's context: parameters are fp32, and bf16 means autocast, as in training."""
     return nullcontext() if dtype is torch.float32 else torch.autocast(device.type, dtype)
-
-
-class Inapplicable(Exception):
-    """A case cannot be measured: its library is not installed, or its policy does not fit the model."""
 
 
 def explained(model: Model, policy: str, size: int) -> fp4graph.Explanation:
@@ -182,6 +167,14 @@ def fitting(explanation: fp4graph.Explanation) -> fp4graph.Explanation:
     if explanation.problem:
         raise Inapplicable(explanation.problem.partition(";")[0])
     return explanation
+
+
+def of_inner_blocks(policy: str) -> Any:
+    """Return ``policy`` without its rules for the first or last blocks: a single linear stands for an inner block's."""
+    if policy == UNQUANTIZED:
+        return policy
+    loaded = fp4graph.load_policy(policy)
+    return replace(loaded, rules=tuple(r for r in loaded.rules if not (r.match.first_blocks or r.match.last_blocks)))
 
 
 def under(
@@ -224,7 +217,7 @@ class Training:
         self.model = model.make().to(device)
         self.batch = {name: value.to(device) for name, value in model.batch(size).items()}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
-        self._loss, self._dtype, self._device = model.loss, dtype, device
+        self._kind, self._dtype, self._device = model, dtype, device
         self._policy, self._backend, self._mode = policy, backend, mode
 
     def compile(self) -> None:
@@ -233,8 +226,9 @@ class Training:
 
     def forward(self) -> Tensor:
         """Return the loss, with its autograd graph."""
+        arguments, keywords = self._kind.inputs(self.batch)
         with autocast(self._dtype, self._device):
-            return self._loss(self.model, self.batch)
+            return self._kind.loss(self.model(*arguments, **keywords), self.batch)
 
     def step(self) -> Tensor:
         """Run forward, backward and AdamW; return the loss."""

@@ -4,24 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A linear layer of another library."""
-
-    package: str  # on PyPI, and as it is imported
-    build: Callable[[nn.Linear], nn.Module]  # makes the library's form of a linear, with the same weight
-    quantizes: str  # which operands it rounds to FP4
-
-    @property
-    def installed(self) -> bool:
-        """True if the library can be imported."""
-        return importlib.util.find_spec(self.package) is not None
 
 
 def _torchao(linear: nn.Linear) -> nn.Module:
@@ -59,12 +44,16 @@ def _brevitas(linear: nn.Linear) -> nn.Module:
     return quantized
 
 
-#: Both round two operands of six. Their backward multiplies the unquantized gradient with these; brevitas's also
-#: differentiates the scales. microxcaling is not on PyPI; nvidia-modelopt's MXFP4 needs CUDA.
-PEERS = {
-    "torchao": Peer("torchao", _torchao, "Q1, Q2 (MXFP4, to nearest)"),
-    "brevitas": Peer("brevitas", _brevitas, "Q1, Q2 (MXFP4, to nearest)"),
-}
+#: By the name of their package. Each makes the library's form of a linear, with the same weight. microxcaling is not on
+#: PyPI; nvidia-modelopt's MXFP4 needs CUDA.
+PEERS: dict[str, Callable[[nn.Linear], nn.Module]] = {"torchao": _torchao, "brevitas": _brevitas}
+#: What both round, two operands of six. Their backward multiplies the unquantized gradient with these; brevitas's also
+#: differentiates the scales.
+QUANTIZES = "Q1, Q2 (MXFP4, to nearest)"
+
+
+def installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
 
 
 def peer_name(name: str, *, compiled: bool) -> str:

@@ -25,16 +25,14 @@ from benchmarks.models import DTYPES
 from benchmarks.timing import compare
 from fp4graph import load_policy
 from fp4graph.graph.plan import plan_site
-from fp4graph.numerics.draw import Draw
-from fp4graph.numerics.noise import make_key, make_step
 from fp4graph.numerics.words import describe
-from fp4graph.ops import contract
-from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import total
 from fp4graph.technique import QUANTIZER_STAGES
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import BlockPosition, SiteView
+from tests.gpu.cases import KEY, STEP
+from tests.gpu.cases import Quantizer as QuantizerOfTensors
 
 #: In the middle of a stack, where every policy that quantizes blocks quantizes.
 POSITION = BlockPosition("blocks", 5, 12)
@@ -73,23 +71,16 @@ class Quantizer:
 
     def compiled(self, x: Tensor, backend: str) -> Callable[[Tensor], Tensor]:
         """Return the program as one compiled function of ``x``, with blocks along the last axis."""
-        by_name = {part.name: part.options for part in self.program.parts}
-        key, step = make_key("benchmark", device=x.device), make_step(0, 0, 0, device=x.device)
-        initial_state = [
-            contract.initial(by_name[slot.technique], slot.entry, "weight")(x) for slot in self.program.state
-        ]
+        subject = QuantizerOfTensors(self.program, self.operand, transposed=False)
+        constants = [entry.to(x.device) for entry in (KEY, STEP, *subject.state(x.cpu()))]
 
         def quantize(x: Tensor, key: Tensor, step: Tensor, *state: Tensor) -> Tensor:
-            entries: dict[str, dict[str, Tensor]] = {}
-            for slot, value in zip(self.program.state, state, strict=True):
-                entries.setdefault(slot.technique, {})[slot.entry.name] = value
-            draw = operand_draw(Draw(key, step), self.operand) if self.program.draws else None
-            return total(self.program(x, draw, entries))
+            return total(self.program(*subject.called_on(x, key, step, state)))
 
         # As in a model: Dynamo, which would trace the program's Python, sees one call, which AOTAutograd traces.
         opaque = torch.compiler.allow_in_graph(quantize)  # type: ignore[no-untyped-call]
         compiled = torch.compile(lambda *tensors: opaque(*tensors), backend=backend, dynamic=False)
-        return lambda x: compiled(x, key, step, *initial_state)
+        return lambda x: compiled(x, *constants)
 
 
 def quantizers(policies: list[str]) -> list[Quantizer]:

@@ -13,10 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import experts, first_step, linear, memory, quantizers, step, tables, targets, techniques
+from benchmarks import experts, first_step, linear, memory, quantizers, step, tables, targets
 from benchmarks.gpu import plan
 from benchmarks.models import UNQUANTIZED
-from benchmarks.results import RESULTS, ROOT, load, write_text
+from benchmarks.results import RESULTS, ROOT, load, plans, write_text
 
 DOCUMENT = ROOT / "docs" / "figures.md"
 BEGIN = "<!-- From here to the next mark written by `python -m benchmarks.report`. -->"
@@ -24,8 +24,7 @@ END = "<!-- End of what `python -m benchmarks.report` wrote. -->"
 PLAN_BEGIN = "<!-- From here to the next mark written by `python -m benchmarks.report` from `make gpu-plan`. -->"
 PLAN_END = "<!-- End of what was written from `make gpu-plan`. -->"
 BENCHMARKS = {
-    module.benchmark.name: module.benchmark
-    for module in (linear, experts, quantizers, step, first_step, memory, techniques)
+    module.benchmark.name: module.benchmark for module in (linear, experts, quantizers, step, first_step, memory)
 }
 
 
@@ -42,7 +41,7 @@ def generated(folder: Path) -> str:
 
 def predicted(folder: Path) -> str:
     """Return the table of predictions for GPUs, from whatever machine made them."""
-    contents = [load(file) for file in sorted(folder.glob("gpu_plan.*.json"))]
+    contents = plans(folder)
     rows = [row for content in contents for row in content["rows"]]
     if not rows:
         return "Nothing has been predicted yet."

@@ -4,7 +4,8 @@
      "runs": {"1": {"date", "commit", "dirty", "versions", "settings", ...}, ...},
      "rows": [{"run": "1", "case": {...}, "figures": {...}}, ...]}
 
-A row measured again replaces the earlier row of the same case; the other rows, and their runs, stay.
+A row measured again replaces the earlier row of the same case; the other rows, and their runs, stay. A case that cannot
+be measured here, such as that of a library that is not installed, leaves its earlier figures.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ import platform
 import re
 import shlex
 import subprocess
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -25,31 +25,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.models import Inapplicable
+from benchmarks.processes import ROOT, Figures
+from benchmarks.tables import reason
 from fp4graph.files import replacing
 from fp4graph.kernels import cpu
 
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("fp4graph", "torch", "triton", "torchao", "brevitas", "timm", "transformers")
 #: Prefixes of environment variables that change the figures.
 VARIABLES = ("FP4GRAPH_", "OMP_", "MKL_", "KMP_")
 GIB = 2**30
-Figures = Mapping[str, Any]
-
-
-def attempt(measure: Callable[[], Figures]) -> Figures:
-    """Return the figures of ``measure``, or the reason why there are none.
-
-    An error of one case, such as a compiler's, must not end a run of hours.
-    """
-    try:
-        return measure()
-    except Inapplicable as error:
-        return {"inapplicable": str(error).replace(f"{ROOT}{os.sep}", "")}
-    except Exception as error:  # noqa: BLE001
-        traceback.print_exc()
-        return {"failed": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
 
 
 @cache
@@ -111,24 +96,25 @@ class Results:
         """Add a row: ``case`` describes in plain values what was measured."""
         self.rows.append({"case": dict(case), "figures": dict(figures)})
         stored = load(self.file) if self.file.exists() else {"runs": {}, "rows": []}
-        measured = [row["case"] for row in self.rows]
-        kept = [row for row in stored["rows"] if row["case"] not in measured]
+        known = [row["case"] for row in stored["rows"] if reason(row) is None]
+        new = [row for row in self.rows if "inapplicable" not in row["figures"] or row["case"] not in known]
+        kept = [row for row in stored["rows"] if row["case"] not in [row["case"] for row in new]]
         used = {row["run"] for row in kept}
         runs = {number: run for number, run in stored["runs"].items() if number in used}
         number = str(1 + max(map(int, runs), default=0))
         content = {"benchmark": self.benchmark, "machine": self.machine, "runs": {**runs, number: self._run}}
-        write(self.file, {**content, "rows": kept + [{"run": number, **row} for row in self.rows]})
-
-    def known(self, case: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the figures of a case that the file already has; None if it has none or a failure."""
-        rows = load(self.file)["rows"] if self.file.exists() else []
-        figures: list[dict[str, Any]] = [row["figures"] for row in rows if row["case"] == dict(case)]
-        return figures[0] if figures and "failed" not in figures[0] else None
+        write(self.file, {**content, "rows": kept + [{"run": number, **row} for row in new]})
 
 
 def load(file: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return content
+
+
+def plans(folder: Path) -> list[dict[str, Any]]:
+    """Return the contents of the files of ``make gpu-plan``, without rows for rates that its options named."""
+    contents, named = [load(file) for file in sorted(folder.glob("gpu_plan.*.json"))], {"bandwidth", "gemm_rate"}
+    return [{**content, "rows": [r for r in content["rows"] if not named & r["case"].keys()]} for content in contents]
 
 
 def write(file: Path, content: Mapping[str, Any]) -> None:

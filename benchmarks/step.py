@@ -6,7 +6,8 @@ Inductor compiles both. Parameters are fp32; bfloat16 means autocast. Policies w
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,11 +27,19 @@ COLUMNS = (
 )
 
 
-def measure(model: str, policy: str, size: int, dtype: str, settings: Settings, baseline: Training) -> dict[str, Any]:
-    """Return the figures of one policy beside ``baseline``, which the first comparison compiles."""
-    explanation = explained(MODELS[model], policy, size)
+Start = Callable[[], Training]
+
+
+def started(model: str, policy: str, size: int, dtype: str, settings: Settings) -> Training:
     training = Training(MODELS[model], policy, size, DTYPES[dtype], settings.device, settings.backend)
     training.compile()
+    return training
+
+
+def measure(model: str, policy: str, size: int, dtype: str, settings: Settings, base: Start) -> dict[str, Any]:
+    """Return the figures of one policy beside the training of ``base``, which the first comparison compiles."""
+    explanation = explained(MODELS[model], policy, size)
+    baseline, training = base(), started(model, policy, size, dtype, settings)
     comparison = compare(baseline.step, training.step, settings.device, settings.patience)
     if not training.step().isfinite():
         raise RuntimeError("the loss is not finite")
@@ -52,8 +61,7 @@ def cases(
 ) -> Cases:
     for model, size, dtype in command.trainings(models, dtypes, batch):
         torch._dynamo.reset()
-        baseline = Training(MODELS[model], UNQUANTIZED, size, DTYPES[dtype], settings.device, settings.backend)
-        baseline.compile()
+        baseline = cache(partial(started, model, UNQUANTIZED, size, dtype, settings))  # of all policies
         for policy in command.policies_of(policies):
             case = {"model": model, "batch": size, "dtype": dtype, "policy": policy, "backend": settings.backend}
             yield case, partial(measure, model, policy, size, dtype, settings, baseline)

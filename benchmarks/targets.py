@@ -72,7 +72,6 @@ EVERYTHING = (
     ("linear", "--shapes=1024,deit-tiny fc1,deit-tiny fc2,deit-small fc1,llama-60m up,llama-60m down"),
     ("linear", "--shapes=1024", "--policies=all", "--peers=", "--against="),
     ("memory", "--models=deit-tiny,llama-60m", "--policies=tetrajet,microscaling,nvfp4-best"),
-    ("techniques",),
     ("quantizers",),
     ("step",),
 )
@@ -114,7 +113,7 @@ def main(
     everything: Annotated[bool, typer.Option("--everything", help="All benchmarks at length: many hours.")] = False,
     folder: command.Folder = RESULTS,
 ) -> None:
-    torch_device = command.device_of(device)
+    torch_device, folder = command.device_of(device), folder.absolute()  # the commands run in the root of the clone
     failed, begin = False, time.perf_counter()
     for name, *arguments in (*COMMANDS[torch_device.type], *(EVERYTHING if everything else ())):
         words = [sys.executable, "-m", f"benchmarks.{name}", *arguments, f"--device={device}", f"--folder={folder}"]

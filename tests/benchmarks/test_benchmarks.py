@@ -1,6 +1,7 @@
 """Every benchmark measures what it says, shown on tiny models without compiling."""
 
 import copy
+import importlib
 import itertools
 import math
 import os
@@ -16,14 +17,14 @@ from fp4graph import QuantSpec, ScaleSpec, fake_quantize
 pytest.importorskip("psutil", reason="benchmarks need the extra 'bench'")
 pytest.importorskip("cpuinfo", reason="benchmarks need the extra 'bench'")
 
-from benchmarks import first_step, techniques
+from benchmarks import experts, first_step, linear, step
 from benchmarks.command import Settings
 from benchmarks.first_step import measure, run
-from benchmarks.linear import Case, of_inner_blocks
-from benchmarks.memory import of_linear, saved
-from benchmarks.models import MODELS, Training
-from benchmarks.peers import PEERS
-from benchmarks.processes import process
+from benchmarks.linear import Case
+from benchmarks.memory import of_linear, of_linears, of_model, saved
+from benchmarks.models import MODELS, Training, of_inner_blocks
+from benchmarks.peers import PEERS, installed
+from benchmarks.processes import Inapplicable, attempt, process
 from benchmarks.quantizers import quantizers
 from benchmarks.timing import Patience
 
@@ -51,7 +52,55 @@ def test_a_linear_beside_the_unquantized_one_and_a_peer(command):
     for policy in ("tetrajet", "nvfp4-te"):  # nvfp4-te as in an inner block, of which it quantizes all
         check_ratio(measured[policy, "unquantized"])
         assert measured[policy, "unquantized"]["quantizes"] == "Q1 to Q6"
+    figures = measured["tetrajet", "unquantized"]  # each of three tensors is read once and written twice
+    moved = 4 * 3 * (64 * 64 + 96 * 64 + 64 * 96) / figures["bandwidth"]
+    assert figures["floor"] == pytest.approx(1 + moved / figures["baseline_seconds"])
     assert measured["tetrajet", "unquantized"]["floor"] > measured["bf16", "unquantized"]["floor"] == 1
+
+
+def outcomes(cases, *names):
+    return {tuple(case[name] for name in names): attempt(measure) for case, measure in cases}
+
+
+def test_a_baseline_that_fails_and_a_peer_that_is_not_installed_end_no_run(monkeypatch):
+    monkeypatch.setattr(Case, "unquantized", Mock(side_effect=RuntimeError("no compiler")))
+    monkeypatch.setattr(linear, "installed", lambda name: False)
+    case, settings = Case("trial", torch.float32, CPU, "eager"), Settings(CPU, "eager", Patience(0))
+    found = outcomes(linear.of_case(case, ["bf16"], [], "torchao", settings), "linear", "to")
+    failed, missing = {"failed": "RuntimeError: no compiler"}, {"inapplicable": "not installed: pip install torchao"}
+    expected = {(name, "unquantized"): failed for name in ("unquantized, eager", "bf16")}
+    assert found == expected | {("bf16", "torchao, compiled"): missing}
+    monkeypatch.setattr(step, "started", Mock(side_effect=RuntimeError("no compiler")))
+    found = outcomes(step.cases(settings, "trial-vit", "bf16", "float32", None), "policy")
+    assert found == {("bf16",): failed}
+
+
+def test_a_policy_without_experts_or_linears_to_quantize_does_not_apply():
+    settings = Settings(CPU, "eager", Patience(0))
+    found = outcomes(experts.cases(settings, 2, 32, 64, "float32", "bf16"), "experts")
+    assert found == {("bf16",): {"inapplicable": "the policy quantizes nothing"}}
+    with pytest.raises(Inapplicable, match="quantizes no linear"):
+        of_linears("trial-vit", 4, "bf16", CPU, "eager")
+    with pytest.raises(Inapplicable, match="matches no site"):  # there is no block but the first and the last
+        of_model("trial-vit", 4, "nvfp4-te", CPU, "eager")
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "said"),
+    [
+        ("linear", "--against=abacus", "abacus"),
+        ("linear", "--peers=abacus", "abacus"),
+        ("step", "--policies=tetrajet,abacus", "abacus"),
+        ("step", "--backend=abacus", "abacus"),
+        ("step", "--repeats=1", "3"),  # a single ratio has no quartiles
+    ],
+)
+def test_an_option_that_cannot_be_met_ends_the_command_before_its_first_case(name, option, said, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        importlib.import_module(f"benchmarks.{name}").app([option, f"--folder={tmp_path}"])
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.filterwarnings("ignore::fp4graph.PolicyWarning")
@@ -72,16 +121,16 @@ def test_a_cheaper_policy_under_another_name_is_not_measured():
 
 @pytest.mark.parametrize(("peer", "rounding"), [("torchao", "ceil"), ("brevitas", "floor")])
 def test_peers_quantize_input_and_weight_to_mxfp4(peer, rounding):
-    if not PEERS[peer].installed:
+    if not installed(peer):
         pytest.skip(f"{peer} is not installed")
     spec = QuantSpec(scale=ScaleSpec("e8m0", rounding))
-    linear, x = nn.Linear(64, 96, bias=False), torch.randn(32, 64, requires_grad=True)
-    y = PEERS[peer].build(copy.deepcopy(linear))(x)
-    expected = fake_quantize(x.detach(), spec) @ fake_quantize(linear.weight.detach(), spec).T
+    plain, x = nn.Linear(64, 96, bias=False), torch.randn(32, 64, requires_grad=True)
+    y = PEERS[peer](copy.deepcopy(plain))(x)
+    expected = fake_quantize(x.detach(), spec) @ fake_quantize(plain.weight.detach(), spec).T
     torch.testing.assert_close(y.detach(), expected, rtol=1e-4, atol=1e-5)
     if peer == "torchao":  # brevitas differentiates the scales too
         (dx,) = torch.autograd.grad(y.sum(), x)
-        expected = fake_quantize(linear.weight.detach(), spec).sum(0).expand_as(dx)
+        expected = fake_quantize(plain.weight.detach(), spec).sum(0).expand_as(dx)
         torch.testing.assert_close(dx, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -171,16 +220,23 @@ def test_variables_of_a_process_are_its_own():
 def test_a_start_that_fails_is_tried_once_and_reported_as_cold_and_warm(monkeypatch):
     fails = Mock(side_effect=[{}, RuntimeError("killed")])  # the first start only reads libraries into memory
     monkeypatch.setattr(first_step, "run", fails)
-    settings = Settings(CPU, "eager", Patience(0), Mock())
+    settings = Settings(CPU, "eager", Patience(0))
     rows = [(case["cache"], figures()) for case, figures in first_step.cases(settings)]
     assert rows == [("cold", {"failed": "RuntimeError: killed"}), ("warm", {"failed": "RuntimeError: killed"})]
 
 
 def test_what_a_plain_linear_keeps_is_its_input_and_its_weight():
     assert of_linear(64, 32, 96, "unquantized", CPU, "aot_eager") == (2 * (64 * 32 + 96 * 32), 2 * 64 * 32)
-    linear, x = nn.Linear(32, 96, bias=False), torch.randn(64, 32, requires_grad=True)
-    shared = saved(lambda: linear(x) + linear(x), linear.parameters())  # memory that is saved twice counts once
+    plain, x = nn.Linear(32, 96, bias=False), torch.randn(64, 32, requires_grad=True)
+    shared = saved(lambda: plain(x) + plain(x), plain.parameters())  # memory that is saved twice counts once
     assert shared == (4 * (64 * 32 + 96 * 32), 4 * 64 * 32)
+
+
+@pytest.mark.slow
+def test_bytes_of_a_linear_are_those_of_an_inner_block():
+    """The policy keeps the last blocks, and refuses a linear that stands for one."""
+    kept = of_linear(64, 32, 96, "if4", CPU, "aot_eager")
+    assert kept != of_linear(64, 32, 96, "unquantized", CPU, "aot_eager")
 
 
 @pytest.mark.slow
@@ -207,21 +263,3 @@ def test_bytes_of_all_linears_and_of_the_model(command):
     assert by_kind["linears"]["baseline_bytes"] == 2 * (weights + 2 * inputs)  # two blocks, bf16
     assert by_kind["linears"]["activation_baseline_bytes"] == 2 * 2 * inputs
     assert by_kind["model"]["bytes"] > by_kind["model"]["activation_bytes"] > 0
-
-
-@pytest.mark.slow
-def test_techniques_at_the_optimizers_step_are_measured(command):
-    code, rows, _ = command("techniques", "--models=trial-vit", "--seconds=0")
-    assert code == 0
-    assert [row["case"]["what"] for row in rows] == [
-        "StableSPAM", "stable_spam", "q_ema", "q_ramping, detection", "q_ramping, ramping",
-    ]  # fmt: skip
-    for row in rows:
-        check_ratio(row["figures"])
-
-
-@pytest.mark.slow
-def test_q_ramping_is_measured_while_some_of_every_weight_ramps(monkeypatch):
-    monkeypatch.setattr(techniques, "adamw", lambda model: torch.optim.SGD(model.parameters(), lr=0.0))
-    with pytest.raises(RuntimeError, match="oscillates"):
-        techniques.ramping(MODELS["trial-vit"].make())

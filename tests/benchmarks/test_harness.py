@@ -17,8 +17,9 @@ pytest.importorskip("cpuinfo", reason="benchmarks need the extra 'bench'")
 
 from benchmarks import tables, timing
 from benchmarks.command import Benchmark, choices, device_of, policies_of
-from benchmarks.floor import extents, quantizer_bytes
-from benchmarks.models import MODELS, Inapplicable, explained
+from benchmarks.floor import numel, quantizer_bytes
+from benchmarks.models import MODELS, explained
+from benchmarks.processes import Inapplicable
 from benchmarks.results import Results, load
 from benchmarks.timing import Patience, alternate
 from tests.helpers.policies import one_rule
@@ -96,15 +97,26 @@ def test_a_row_measured_again_replaces_its_like_and_keeps_the_others(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {first.file.name}
 
 
+def test_a_case_that_cannot_be_measured_here_leaves_its_earlier_figures(tmp_path):
+    results(tmp_path).add({"policy": "a"}, {"ratio": 1.0})
+    second = results(tmp_path)
+    for policy in "ab":
+        second.add({"policy": policy}, {"inapplicable": "not installed"})
+    stored = {row["case"]["policy"]: row["figures"] for row in load(second.file)["rows"]}
+    assert stored == {"a": {"ratio": 1.0}, "b": {"inapplicable": "not installed"}}
+    assert [row["figures"] for row in second.rows] == 2 * [{"inapplicable": "not installed"}]  # what the table shows
+
+
 @pytest.mark.slow
 def test_a_failure_sets_the_exit_code_and_a_case_that_does_not_apply_does_not(tmp_path, capsys):
     def cases(settings, fails: bool = True):
+        assert settings.patience.most >= settings.patience.least
         yield {"policy": "a"}, Mock(side_effect=Inapplicable("not installed"))
         if fails:
             yield {"policy": "b"}, Mock(side_effect=ValueError("the compiler\nsaid much"))
 
     benchmark = Benchmark("step", "Title", (*tables.cases("policy"), *tables.RATIO), cases, without=["seconds"])
-    for arguments, code in ((["--no-fails"], 0), ([], 1), (["--seconds=1"], 2)):
+    for arguments, code in ((["--no-fails"], 0), (["--no-fails", "--repeats=500"], 0), ([], 1), (["--seconds=1"], 2)):
         with pytest.raises(SystemExit) as stop:
             benchmark.app([f"--folder={tmp_path}", *arguments])
         assert stop.value.code == code
@@ -125,31 +137,35 @@ def test_a_kill_while_writing_leaves_the_file_as_it_was(tmp_path, monkeypatch):
 
 
 def test_the_floor_of_six_quantized_operands_is_three_reads_and_six_writes():
-    m, k, n = 5, 7, 11
-    assert quantizer_bytes(m, k, n, 4, frozenset(Operand)) == 4 * 3 * (m * k + n * k + m * n)
-    forward = {Operand.FPROP_INPUT, Operand.FPROP_WEIGHT}
-    assert quantizer_bytes(m, k, n, 2, forward) == 2 * 2 * (m * k + n * k)
-    assert quantizer_bytes(m, k, n, 2, {Operand.WGRAD_GRAD_OUTPUT}) == 2 * 2 * m * n
-    assert quantizer_bytes(m, k, n, 2, set()) == 0
+    x, w, dy = 5 * 7, 11 * 7, 5 * 11
+    assert quantizer_bytes(x, w, dy, 4, frozenset(Operand)) == 4 * 3 * (x + w + dy)
+    assert quantizer_bytes(x, w, dy, 2, {Operand.FPROP_INPUT, Operand.FPROP_WEIGHT}) == 2 * 2 * (x + w)
+    assert quantizer_bytes(x, w, dy, 2, {Operand.WGRAD_GRAD_OUTPUT}) == 2 * 2 * dy
+    assert quantizer_bytes(x, w, dy, 2, set()) == 0
 
 
 @pytest.mark.slow
-def test_the_sites_of_a_model_have_the_extents_of_its_products():
+def test_the_sites_of_a_model_have_the_elements_of_its_products():
     sites = explained(MODELS["trial-vit"], "tetrajet", 4).sites
-    quantized = [extents(site) for site in sites if site.quantized]
-    assert quantized[:4] == [(68, 64, 192, 1), (68, 64, 64, 1), (68, 64, 256, 1), (68, 256, 64, 1)]
+    quantized = [numel(site) for site in sites if site.quantized]
+    extents = ((68, 64, 192), (68, 64, 64), (68, 64, 256), (68, 256, 64))
+    assert quantized[:4] == [(m * k, k * n, m * n) for m, k, n in extents]
     sites = explained(MODELS["trial-vit"], one_rule(op="sdpa"), 4).sites
     site = next(site for site in sites if site.quantized)
-    assert extents(site) == (17, 32, 17, 8)  # Q·Kᵀ of 4 images and 2 heads
+    assert numel(site) == (8 * 17 * 32, 8 * 17 * 32, 8 * 17 * 17)  # Q·Kᵀ of 4 images and 2 heads
 
 
-def test_choices_are_checked():
+def test_choices_are_checked(tmp_path):
     assert choices("all", "ab") == ["a", "b"]
-    assert choices("b, a", "ab") == ["b", "a"]
+    assert choices("b, a, b", "ab") == ["b", "a"]
     assert choices("", "ab") == []
     with pytest.raises(typer.BadParameter, match="c: choose from a, b"):
         choices("a,c", "ab")
     with pytest.raises(typer.BadParameter):
         device_of("abacus")
     assert "tetrajet" in policies_of("all")
-    assert policies_of("bf16,my.yaml") == ["bf16", "my.yaml"]
+    file = tmp_path / "my.yaml"
+    file.write_text("version: 1\nname: my\nextends: tetrajet\n")
+    assert policies_of(f"bf16,{file}") == ["bf16", str(file)]
+    with pytest.raises(typer.BadParameter, match="tetrajett"):
+        policies_of("bf16,tetrajett")

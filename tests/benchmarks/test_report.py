@@ -1,6 +1,7 @@
 """The document's tables are those of the stored results, and the targets are looked up in them."""
 
 import importlib
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -9,8 +10,9 @@ pytest.importorskip("psutil", reason="benchmarks need the extra 'bench'")
 pytest.importorskip("cpuinfo", reason="benchmarks need the extra 'bench'")
 
 from benchmarks import linear, report, targets
+from benchmarks.gpu.record import predictions
 from benchmarks.report import generated
-from benchmarks.results import file_of, write
+from benchmarks.results import RESULTS, file_of, load, write
 from benchmarks.targets import TARGETS, held_against, rows_of
 
 MACHINE = {
@@ -48,6 +50,15 @@ def test_tables_come_from_the_files(tmp_path):
     assert "9.00" not in text  # a trial without compiling is no result
     assert "2 of 2 rows: 2026-01-02, commit aaaaaaaaaa with uncommitted changes; torch 2.15.0; " in text
     assert "; g++ 12, without CPU kernels; load before 0.25." in text
+
+
+def test_predictions_at_other_rates_than_those_of_the_page_are_not_on_it(tmp_path):
+    contents = load(next(RESULTS.glob("gpu_plan.*.json")))
+    row = next(row for row in contents["rows"] if row["case"]["policy"] == "tetrajet")
+    other = {**row, "case": {**row["case"], "gemm_rate": 9.0}}
+    write(tmp_path / "gpu_plan.here.json", {**contents, "rows": [row, other]})
+    assert report.predicted(tmp_path).count("| tetrajet |") == 1
+    assert len(predictions(tmp_path)) == 1
 
 
 def test_targets_are_met_missed_or_not_measured(tmp_path):
@@ -105,3 +116,14 @@ def test_the_commands_exist_and_measure_the_cases_of_the_targets(device):
             all(name not in run or value in run[name].split(",") for name, value in wanted.items())
             for run in parsed[target.benchmark]
         ), target
+
+
+def test_the_folder_of_the_targets_is_that_of_their_commands(tmp_path, monkeypatch):
+    """The commands run in the root of the clone, and the user elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    commands = Mock(return_value=Mock(returncode=0))
+    monkeypatch.setattr(targets.subprocess, "run", commands)
+    with pytest.raises(SystemExit):
+        targets.app(["--folder=figures"])
+    given = {words[-1] for (words, *_), _ in commands.call_args_list if "-m" in words}
+    assert given == {f"--folder={tmp_path / 'figures'}"}
