@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,8 @@ from torch import Tensor, nn
 import fp4graph
 from benchmarks import command, tables
 from benchmarks.command import Cases, Settings
-from benchmarks.models import DTYPES, UNQUANTIZED, Inapplicable, llama_blocks, vit_blocks
+from benchmarks.models import DTYPES, UNQUANTIZED, llama_blocks, of_inner_blocks, vit_blocks
+from benchmarks.processes import Inapplicable
 from fp4graph.kernels import operators
 
 if TYPE_CHECKING:
@@ -70,19 +70,18 @@ def figures(
         kinds = Counter(_linears(stack, x.shape[:-1].numel())) if linears else Counter()
         written = _written(stack, [x, *rotary], policy, gpu, DTYPES[dtype])
         saved_by_linears = sum(count * _saved_by_linear(*kind, policy, gpu) for kind, count in kinds.items())
-    forward = [kernel for kernel in written.kernels if not kernel.backward]
-    gemms = [kernel for kernel in written.kernels if kernel.kind == "gemm"]
+    flops = Counter[str]()
+    for factors, _, operations in written.products:
+        flops[factors] += operations
     counted = {
-        "bytes": sum(kernel.bytes for kernel in written.kernels),
-        "forward_bytes": sum(kernel.bytes for kernel in forward),
-        "gemm_bytes": sum(kernel.bytes for kernel in gemms),
+        "bytes": written.bytes,
+        "gemm_bytes": written.gemm_bytes,
         "launches": written.launches,
         "key_launches": written.keys,
-        "gemms": len(gemms),
-        "library_calls": sum(kernel.kind == "library" for kernel in written.kernels),
+        "gemms": written.gemms,
         "distinct_kernels": len(written.sources),
         "source_bytes": sum(map(len, written.sources)),
-        "gemm_flops": dict(written.flops),
+        "gemm_flops": dict(flops),
         "saved_bytes": written.saved,
         "saved_parameter_bytes": written.saved_parameters,
         "compile_seconds": written.seconds,
@@ -101,17 +100,17 @@ def _linears(stack: Any, tokens: int) -> Iterator[tuple[int, int, int]]:
 def _saved_by_linear(tokens: int, inside: int, outside: int, policy: str, gpu: str) -> int:
     linear = nn.Linear(inside, outside, bias=False, dtype=torch.bfloat16)
     x = torch.zeros(tokens, inside, dtype=torch.bfloat16, requires_grad=True)
-    written = _written(linear, [x], policy, gpu, torch.float32)
+    written = _written(linear, [x], of_inner_blocks(policy), gpu, torch.float32)
     return written.saved + written.saved_parameters
 
 
-def _written(module: nn.Module, args: list[Tensor], policy: str, gpu: str, dtype: torch.dtype) -> Program:
+def _written(module: nn.Module, args: list[Tensor], policy: Any, gpu: str, dtype: torch.dtype) -> Program:
     from benchmarks.gpu.absent import GPUS  # not above: Triton, which the report does without
     from benchmarks.gpu.program import program
 
     try:
         return program(module, args, policy, GPUS[gpu], dtype)
-    except fp4graph.PolicyError as error:  # such as a policy for all blocks but the first, for a linear
+    except fp4graph.PolicyError as error:
         raise Inapplicable(str(error).partition(";")[0]) from None
 
 
@@ -122,8 +121,6 @@ def compared(program: dict[str, Any], baseline: dict[str, Any], rates: Rates) ->
     result["estimate"] = result["seconds"] / result["baseline_seconds"]
     result["ratio"] = program["bytes"] / baseline["bytes"]
     result["kernels_ratio"] = program["distinct_kernels"] / baseline["distinct_kernels"]
-    saved = program["saved_bytes"] + program["saved_parameter_bytes"]
-    result["saved_ratio"] = saved / (baseline["saved_bytes"] + baseline["saved_parameter_bytes"])
     if "linears_saved_bytes" in program:
         result["linears_saved_ratio"] = program["linears_saved_bytes"] / baseline["linears_saved_bytes"]
     return result
@@ -156,35 +153,31 @@ def cases(
     policies: command.Policies = "tetrajet,microscaling,nvfp4,nvfp4-best",
     dtypes: command.Dtypes = "bfloat16",
     cards: Annotated[str, typer.Option(help=f"Any of {', '.join(RATES)}, separated by commas.")] = "H200",
-    bandwidth: Annotated[float | None, typer.Option(min=0, help="TB/s, instead of the card's.")] = None,
-    gemm_rate: Annotated[float | None, typer.Option(min=0, help="TFLOP/s, instead of the card's.")] = None,
+    bandwidth: Annotated[float | None, typer.Option(min=0.001, help="TB/s, instead of the card's.")] = None,
+    gemm_rate: Annotated[float | None, typer.Option(min=0.001, help="TFLOP/s, instead of the card's.")] = None,
     linears: Annotated[bool, typer.Option(help="Saved bytes of linears too, each compiled alone.")] = True,
     quantizers: Annotated[str, typer.Option(help="kernels, tensor code, or both, separated by commas.")] = "kernels",
-    missing: Annotated[bool, typer.Option(help="Only cases without figures in the folder.")] = False,
 ) -> Cases:
-    from benchmarks.gpu.absent import worker
-
-    named = [name for name in command.policies_of(policies) if name != UNQUANTIZED]
+    named = command.policies_of(policies)
     codes = command.choices(quantizers, ("kernels", "tensor code"))
     chosen = command.choices(blocks, BLOCKS), command.choices(dtypes, DTYPES), command.choices(cards, RATES)
-    with worker() as pool:
-        for block, dtype, card in product(*chosen):
-            rates, baseline = _rates(card, bandwidth, gemm_rate), dict[str, Any]()
-            for policy, code in ((UNQUANTIZED, "–"), *product(named, codes)):
-                case = {"block": block, "dtype": dtype, "card": card, "policy": policy, "quantizers": code}
-                known = settings.results.known(case) if missing else None
-                if known is None:
-                    yield case, partial(_counted, pool, case, linears, rates, baseline)
-                elif policy == UNQUANTIZED:
-                    baseline.update(known)
+    given = {name: rate for name, rate in (("bandwidth", bandwidth), ("gemm_rate", gemm_rate)) if rate is not None}
+    for block, dtype, card in product(*chosen):
+        rates, baseline = _rates(card, bandwidth, gemm_rate), dict[str, Any]()
+        for policy, code in ((UNQUANTIZED, "–"), *product(named, codes)):
+            case = {"block": block, "dtype": dtype, "card": card, "policy": policy, "quantizers": code, **given}
+            yield case, partial(_counted, case, linears, rates, baseline)
 
 
-def _counted(
-    pool: ProcessPoolExecutor, case: dict[str, str], linears: bool, rates: Rates, baseline: dict[str, Any]
-) -> dict[str, Any]:
+def _counted(case: dict[str, Any], linears: bool, rates: Rates, baseline: dict[str, Any]) -> dict[str, Any]:
     """Return the figures of a case; ``baseline`` keeps those of the unquantized program, which comes first."""
+    from benchmarks.gpu.absent import worker
+
+    if case["policy"] != UNQUANTIZED and not baseline:
+        raise Inapplicable("the unquantized program, to which the figures relate, was not written")
     arguments = case["block"], case["policy"], case["card"], case["dtype"], linears, case["quantizers"]
-    program = pool.submit(figures, *arguments).result()
+    with worker() as pool:  # one for each case: after a kill a process pool runs nothing more
+        program = pool.submit(figures, *arguments).result()
     if case["policy"] == UNQUANTIZED:
         baseline.update(program)
     return compared(program, baseline, rates)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import ast
 import re
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +23,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch
-from torch._inductor import compile_fx, ir, scheduler
+from torch._inductor import compile_fx, scheduler
 from torch._inductor.virtualized import V
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node, traceback
@@ -47,32 +46,23 @@ _DEFINED = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)'''", re.DOTALL)
 _OPERATOR = re.compile(r"torch\.ops\.fp4graph\.\w+\.default\(")
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """One node of Inductor's schedule."""
-
-    backward: bool
-    kind: str  # triton, code of Inductor; operator, a kernel of this project; gemm; library, other calls
-    reads: tuple[str, ...]  # dtypes and shapes
-    writes: tuple[str, ...]
-    bytes: int  # by Inductor's count: each element of a buffer at most once in each direction
-
-
 @dataclass
 class Program:
     """Forward and backward of one module."""
 
-    kernels: list[Kernel] = field(default_factory=list)
+    bytes: int = 0  # by Inductor's count: each element of a buffer at most once in each direction of a kernel
+    gemm_bytes: int = 0  # those of products, by a library or by this project
+    gemms: int = 0
     launches: int = 0  # of Triton kernels, Inductor's and this project's
     keys: int = 0  # launches that compute the two numbers of a key
     sources: set[str] = field(default_factory=set)  # distinct kernels
-    flops: Counter[str] = field(default_factory=Counter)  # of GEMMs, by the dtype of their operands
+    products: list[tuple[str, str, int]] = field(default_factory=list)  # dtypes of factors and of the result, FLOPs
     saved: int = 0  # bytes that the backward reads of inputs and intermediate results
     saved_parameters: int = 0  # and of parameters
     seconds: float = 0.0  # of tracing and writing
 
 
-def program(module: nn.Module, args: Sequence[Tensor], policy: str, gpu: Gpu, dtype: torch.dtype) -> Program:
+def program(module: nn.Module, args: Sequence[Tensor], policy: Any, gpu: Gpu, dtype: torch.dtype) -> Program:
     """Return the program of ``module(*args)`` and its backward on ``gpu``.
 
     Args:
@@ -91,7 +81,7 @@ def program(module: nn.Module, args: Sequence[Tensor], policy: str, gpu: Gpu, dt
     return written
 
 
-def _captured(module: nn.Module, args: Sequence[Tensor], policy: str) -> tuple[GraphModule, list[Any]]:
+def _captured(module: nn.Module, args: Sequence[Tensor], policy: Any) -> tuple[GraphModule, list[Any]]:
     """Return the graph that torch.compile passes to Inductor, and its inputs."""
     captured: list[tuple[GraphModule, list[Any]]] = []
 
@@ -126,8 +116,7 @@ def _generated(graph: GraphModule, inputs: Sequence[Any], dtype: torch.dtype, op
         if backward:
             _count_saved(written, forward[0], traced, parameters)
         moved, on_card = _moved(traced, examples, mode)
-        written.flops.update(_flops(moved))
-
+        written.products += _products(moved)
         try:
             compile_fx.compile_fx_inner(moved, on_card, **keywords)
         except Stop:
@@ -137,7 +126,7 @@ def _generated(graph: GraphModule, inputs: Sequence[Any], dtype: torch.dtype, op
 
     def stop(code: str) -> None:
         codes.append(code)
-        written.kernels += _kernels(backward=len(codes) == 2)
+        _count_bytes(written)
         raise Stop
 
     with (
@@ -259,14 +248,13 @@ def _count_saved(program: Program, forward: GraphModule, backward: GraphModule, 
                 program.saved += node.meta["val"].nbytes
 
 
-def _flops(graph: GraphModule) -> Counter[str]:
-    counted = Counter[str]()
+def _products(graph: GraphModule) -> Iterator[tuple[str, str, int]]:
     for node in graph.graph.nodes:
         place = _PRODUCTS.get(getattr(node.target, "overloadpacket", None))
         if place is not None:
-            left = node.args[place].meta["val"]
-            counted[str(left.dtype).removeprefix("torch.")] += 2 * node.meta["val"].numel() * left.shape[-1]
-    return counted
+            left, result = node.args[place].meta["val"], node.meta["val"]
+            factors, written = (str(x.dtype).removeprefix("torch.") for x in (left, result))
+            yield factors, written, 2 * result.numel() * left.shape[-1]
 
 
 def _two_numbers(call: str) -> bool:
@@ -275,37 +263,19 @@ def _two_numbers(call: str) -> bool:
     return sizes == ["2"]
 
 
-def _kernels(backward: bool) -> Iterator[Kernel]:
-    """Yield the nodes of the schedule that Inductor has just written code for."""
+def _count_bytes(program: Program) -> None:
+    """Count the bytes of the schedule that Inductor has just written code for."""
     for node in V.graph.scheduler.nodes:
-        counted = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
-        if sum(counted.values()):
-            reads, writes = ({dep.name for dep in deps} for deps in (node.read_writes.reads, node.read_writes.writes))
-            read, written = (_shapes(name for name in counted if name in names) for names in (reads - writes, writes))
-            yield Kernel(backward, _kind(node), read, written, sum(counted.values()))
+        nbytes = sum(node.get_read_write_buffer_accesses(include_reads=True, include_writes=True).values())
+        program.bytes += nbytes
+        if nbytes and _is_gemm(node):
+            program.gemm_bytes += nbytes
+            program.gemms += 1
 
 
-def _kind(node: scheduler.BaseSchedulerNode) -> str:
+def _is_gemm(node: scheduler.BaseSchedulerNode) -> bool:
     if not isinstance(node, scheduler.ExternKernelSchedulerNode):
-        return "triton"
-    overload = getattr(node.node, "op_overload", None)
-    name = str(overload) if overload is not None else str(getattr(node.node, "python_kernel_name", None))
+        return False  # code of Inductor
+    name = str(getattr(node.node, "op_overload", None) or getattr(node.node, "python_kernel_name", None))
     short = name.removesuffix(".default").removeprefix("extern_kernels.").removeprefix("aten.").replace(".", "_")
-    if _GEMM.fullmatch(short) or short == "fp4graph_scaled_product":
-        return "gemm"
-    return "operator" if isinstance(node.node, ir.FallbackKernel) and name.startswith("fp4graph.") else "library"
-
-
-def _shapes(names: Iterator[str]) -> tuple[str, ...]:
-    """Return the dtypes and shapes of buffers, the largest first."""
-    described = []
-    for name in names:
-        buffer = V.graph.name_to_buffer.get(name) or V.graph.graph_inputs.get(name)
-        if buffer is None or isinstance(getattr(buffer, "layout", None), ir.MultiOutputLayout | ir.NoneLayout):
-            continue
-        size = [V.graph.sizevars.optimization_hint(s) for s in buffer.get_size()]
-        dtype = str(buffer.get_dtype()).removeprefix("torch.")
-        described.append(
-            (-torch.Size(size).numel() * buffer.get_dtype().itemsize, f"{dtype} {'×'.join(map(str, size))}")
-        )
-    return tuple(text for _, text in sorted(described))
+    return bool(_GEMM.fullmatch(short)) or short == "fp4graph_scaled_product"

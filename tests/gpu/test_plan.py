@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,9 +17,11 @@ pytest.importorskip("cpuinfo", reason="benchmarks need the extra 'bench'")
 if not torch.cuda._is_compiled():
     pytest.skip("this torch is built without CUDA", allow_module_level=True)
 
+from benchmarks.gpu import absent, plan
 from benchmarks.gpu.absent import GPUS
 from benchmarks.gpu.plan import BLOCKS, RATES, Rates, compared, figures
-from benchmarks.gpu.program import Kernel, _variants, program
+from benchmarks.gpu.program import _variants, program
+from benchmarks.processes import attempt
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -128,11 +134,11 @@ def test_the_number_of_kernels_to_compile_is_close_to_the_unquantized_models(blo
         assert counts["source_bytes"] <= most * baseline["source_bytes"]
 
 
-def products(policy: str) -> tuple[dict[str, int], list[Kernel]]:
-    """Return the FLOPs of an fp32 block's products by the dtype of their factors, and the products. For a worker."""
+def products(policy: str) -> list[tuple[str, str, int]]:
+    """Return the products of an fp32 block: dtypes of factors and of the result, FLOPs. For a worker."""
     block = BLOCKS["trial-vit"]
-    made = program(block.module(), block.inputs(), policy, GPUS["H200"], torch.float32)
-    return dict(made.flops), [kernel for kernel in made.kernels if kernel.kind == "gemm"]
+    (x,), _ = block.inputs(block.batch(block.size))
+    return program(block.make(), [x.requires_grad_()], policy, GPUS["H200"], torch.float32).products
 
 
 @pytest.mark.gpu
@@ -140,13 +146,13 @@ def products(policy: str) -> tuple[dict[str, int], list[Kernel]]:
 @pytest.mark.parametrize(("policy", "rotations"), [("tetrajet", 0), ("nvfp4-te", 2 * 4)])  # both operands of wgrad
 def test_an_fp32_block_multiplies_bf16_and_writes_fp32(policy, rotations, compiler):
     """Four linears with three GEMMs each; the unquantized program has as many operations in fp32."""
-    flops, gemms = compiler(products, policy)
-    plain, _ = compiler(products, "unquantized")
-    assert flops["bfloat16"] == plain["float32"]
-    short = [gemm for gemm in gemms if all(read.startswith("bfloat16 ") for read in gemm.reads if "×" in read)]
+    found, plain = compiler(products, policy), compiler(products, "unquantized")
+    short = [product for product in found if product[0] == "bfloat16"]
+    assert sum(flops for _, _, flops in short) == sum(flops for *_, flops in plain)
+    assert {factors for factors, _, _ in plain} == {"float32"}
     assert len(short) == 3 * 4
-    assert all(written.startswith("float32 ") for gemm in short for written in gemm.writes)
-    assert len(gemms) - len(short) == rotations
+    assert {written for _, written, _ in short} == {"float32"}
+    assert len(found) - len(short) == rotations
 
 
 def test_calls_that_differ_in_tensors_and_salts_alone_share_a_kernel():
@@ -171,5 +177,39 @@ def test_the_estimate_adds_the_time_of_products_and_of_all_other_bytes():
     counts = {**baseline, "bytes": 60, "saved_bytes": 2, "linears_saved_bytes": 1}
     result = compared(counts, baseline, Rates(bytes=10.0, flops={"bfloat16": 4.0}))
     assert (result["seconds"], result["baseline_seconds"]) == (2 + 5, 2 + 2)
-    assert (result["estimate"], result["ratio"], result["saved_ratio"]) == (7 / 4, 2.0, 0.5)
+    assert (result["estimate"], result["ratio"]) == (7 / 4, 2.0)
     assert result["linears_saved_ratio"] == 0.2
+
+
+class Killed:
+    """A process pool whose process is killed by ``microscaling``, after which it runs nothing more."""
+
+    broken = False
+
+    def submit(self, function: Any, block: str, policy: str, *others: Any) -> Any:
+        self.broken |= policy == "microscaling"
+        counts = {"bytes": 3, "gemm_bytes": 1, "gemm_flops": {}, "distinct_kernels": 1}
+        counts |= {"saved_bytes": 1, "saved_parameter_bytes": 0}
+        result = Mock(side_effect=BrokenProcessPool("killed")) if self.broken else Mock(return_value=counts)
+        return SimpleNamespace(result=result)
+
+
+def test_a_program_whose_process_is_killed_takes_no_other_with_it(monkeypatch):
+    monkeypatch.setattr(absent, "worker", lambda: nullcontext(Killed()))
+    made = plan.cases(Mock(), "trial-vit", "microscaling,tetrajet", linears=False)
+    found = {case["policy"]: attempt(measure) for case, measure in made}
+    assert found["microscaling"] == {"failed": "BrokenProcessPool: killed"}
+    assert found["tetrajet"]["ratio"] == 1.0
+    (unquantized, *_) = plan.cases(Mock(), bandwidth=5.0)
+    assert unquantized[0]["bandwidth"] == 5.0  # a case of its own, which replaces no row of the page
+    monkeypatch.setattr(Killed, "broken", True)
+    found = {case["policy"]: attempt(measure) for case, measure in plan.cases(Mock(), policies="tetrajet")}
+    assert "failed" in found["unquantized"]
+    assert "the unquantized program" in found["tetrajet"]["inapplicable"]
+
+
+@pytest.mark.long
+def test_a_linear_keeps_what_an_inner_blocks_linear_keeps(compiler):
+    """The policy keeps the last blocks, for one of which a linear by itself would count."""
+    kept = [compiler(plan._saved_by_linear, 64, 64, 96, policy, "H200") for policy in ("unquantized", "nvfp4-te")]
+    assert kept[1] == kept[0] + 16  # two rotated directions, each unpacked, and the keys of their noise
