@@ -13,16 +13,19 @@ from typing import Any
 import torch
 
 from benchmarks import results, tables
-from benchmarks.gpu.run import Case, Figures
+from benchmarks.gpu.run import Case
 from benchmarks.gpu.steps import PREDICTED, SWITCHES
+from benchmarks.processes import Figures
 from benchmarks.results import GIB
 
 Row = Mapping[str, Any]
 LEGEND = (
-    "*step*: time relative to the unquantized model under the same mode, measured in alternation. *busy*: the same of "
-    "the time in which the card computed, which is shorter where the host is slower. *predicted*: `make gpu-plan`'s "
-    "estimate for one block of the model, without head and optimizer, on the card in brackets. *compiling*: the first "
-    "step with empty caches; under `--jobs`, while other cases compile too."
+    "*ratio*: time of a step relative to the unquantized model under the same mode, measured in alternation. *busy*: "
+    "the same of the time in which the card computed, which is shorter where the host is slower. *predicted*: `make "
+    "gpu-plan`'s estimate for one block of the model, without head and optimizer, on the card in brackets. *peak*: the "
+    "most that steps allocate, parameters and optimizer included; not counted under CUDA graphs, whose memory is "
+    "allocated at their capture. *compiling*: the first step with empty caches; under `--jobs`, while other cases "
+    "compile too."
 )
 #: The largest allowed difference of losses of a short training, as a multiple of an ulp's effect.
 WITHIN = 3
@@ -39,16 +42,18 @@ class Record:
         self._commit = results.commit()["commit"]
 
     def failure(self, case: Case) -> str | None:
-        """Return why the case is not done, or None if it succeeded at this commit."""
+        """Return why the case is not done, or None if it succeeded at this commit with these versions."""
         row = self._row(case)
         if row is None:
             return "never tried"
-        return failure(row) if row["commit"] == self._commit else "done at another commit"
+        if row["commit"] != self._commit or row.get("versions") != self.machine["versions"]:
+            return "done at another commit, or with other versions"
+        return failure(row)
 
     def tried(self, case: Case) -> str:
         """Return when the case was last tried, as text that sorts by time; "" if never, which sorts first."""
         row = self._row(case)
-        return "" if row is None else row["date"]
+        return "" if row is None else row.get("begun", row["date"])
 
     def longest(self, part: str) -> float:
         """Return the seconds of the longest case of ``part`` so far."""
@@ -56,13 +61,19 @@ class Record:
         return max((row["figures"].get("took_seconds", 0.0) for row in rows), default=0.0)
 
     def begin(self, case: Case) -> None:
-        """Mark the case as begun; the mark stays if the process is killed."""
-        self.add(case, {"failed": "begun and not ended: it runs, or was killed"})
+        """Mark the case as begun. The mark stays if the process is killed, and earlier figures until the case ends."""
+        self._write({**(self._row(case) or self._made(case, {})), "begun": results.now()})
 
     def add(self, case: Case, figures: Figures) -> None:
-        """Add the figures of a case to both files."""
-        self.rows = [row for row in self.rows if row["case"] != case.name]
-        self.rows.append({"case": case.name, "commit": self._commit, "date": results.now(), "figures": figures})
+        """Add the figures of a case that has ended to both files."""
+        self._write(self._made(case, figures))
+
+    def _made(self, case: Case, figures: Figures) -> dict[str, Any]:
+        about = {"commit": self._commit, "versions": self.machine["versions"], "date": results.now()}
+        return {"case": case.name, **about, "figures": figures}
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self.rows = [*(other for other in self.rows if other["case"] != row["case"]), row]
         content = {"benchmark": "gpu_validate", "machine": self.machine, "rows": self.rows}
         results.write_text(self.file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
         results.write_text(self.page, markdown(content, predictions(results.RESULTS)))
@@ -73,8 +84,7 @@ class Record:
 
 def predictions(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of ``make gpu-plan`` in ``folder`` that have an estimate."""
-    rows = [row for file in sorted(folder.glob("gpu_plan.*.json")) for row in results.load(file)["rows"]]
-    return [row for row in rows if "estimate" in row["figures"]]
+    return [row for content in results.plans(folder) for row in content["rows"] if "estimate" in row["figures"]]
 
 
 def _machine(device: torch.device) -> dict[str, Any]:
@@ -99,8 +109,10 @@ def _machine(device: torch.device) -> dict[str, Any]:
 def failure(row: Row) -> str | None:
     """Return why the case of ``row`` failed, or None if it succeeded."""
     part, figures = row["case"]["part"], row["figures"]
-    if "failed" in figures:
-        return str(figures["failed"])
+    if "begun" in row:
+        return "begun and not ended: it runs, or was killed"
+    if missing := tables.reason(row):
+        return missing
     if part in ("kernels", "quantizers"):
         return None if figures["equal"] or figures.get("exempt", False) else "other bits than expected"
     if part == "parity":
@@ -115,7 +127,7 @@ def markdown(content: Mapping[str, Any], predicted: Sequence[Row]) -> str:
     machine, rows = content["machine"], content["rows"]
     parts: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        if "failed" not in row["figures"]:
+        if row["figures"] and tables.reason(row) is None:
             parts[row["case"]["part"]].append(row)
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     commits = sorted({row["commit"][:10] for row in rows if row["commit"]})
@@ -139,17 +151,18 @@ def markdown(content: Mapping[str, Any], predicted: Sequence[Row]) -> str:
 
 
 def _kernels(rows: Sequence[Row]) -> list[str]:
-    lines = ["## Kernels beside tensor code", "", f"{_equal(rows)} cases have the same bits in every operator.", ""]
-    return lines + _different(rows)
+    said = f"{_equal(rows)} cases have the same bits in every operator."
+    return ["## Kernels beside tensor code", "", said, "", *_different(rows)]
 
 
 def _quantizers(rows: Sequence[Row]) -> list[str]:
-    exact = [row for row in rows if not row["figures"]["exempt"]]
-    exempt = [row for row in rows if row["figures"]["exempt"]]
-    lines = ["## Quantizers that Inductor compiled, beside eager mode", ""]
-    lines += [f"{_equal(exact)} cases have the same bits with kernels and as tensor code."]
-    lines += [f"So do {_equal(exempt)} cases whose last bit depends on the machine (docs/parity.md).", ""]
-    return lines + _different([*exact, *exempt])
+    ordered = sorted(rows, key=lambda row: row["figures"]["exempt"])
+    exact, exempt = ([row for row in rows if row["figures"]["exempt"] is value] for value in (False, True))
+    said = (
+        f"{_equal(exact)} cases have the same bits with kernels and as tensor code.",
+        f"So do {_equal(exempt)} cases whose last bit depends on the machine (docs/parity.md).",
+    )
+    return ["## Quantizers that Inductor compiled, beside eager mode", "", *said, "", *_different(ordered)]
 
 
 def _equal(rows: Sequence[Row]) -> str:
@@ -183,8 +196,7 @@ def _parity(rows: Sequence[Row]) -> list[str]:
 def _steps(rows: Sequence[Row], predicted: Sequence[Row], device: str) -> list[str]:
     columns = (
         *tables.cases("model", "dtype", "policy", "switch"),
-        tables.figure("ratio", "step", ".2f"),
-        tables.Column("quartiles", lambda row: "{:.2f}–{:.2f}".format(*row["figures"]["quartiles"])),
+        *tables.RATIO,
         tables.Column("busy", lambda row: _busy(row["figures"])),
         tables.Column("predicted", lambda row: _predicted(row["case"], predicted, device)),
         tables.milliseconds("seconds", "ms"),
@@ -201,7 +213,7 @@ def _predicted(case: Mapping[str, str], predicted: Sequence[Row], device: str) -
     quantizers = {"default": "kernels", "FP4GRAPH_KERNELS=0": "tensor code"}.get(case["switch"])
     wanted = {"block": PREDICTED.get(case["model"]), "quantizers": quantizers}
     wanted |= {name: case[name] for name in ("dtype", "policy")}
-    for row in predicted:
+    for row in sorted(predicted, key=lambda row: row["case"]["card"] not in device):  # this card's first
         if wanted.items() <= row["case"].items():
             card = row["case"]["card"]
             return f"{row['figures']['estimate']:.2f}" + ("" if card in device else f" ({card})")

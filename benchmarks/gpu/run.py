@@ -6,22 +6,21 @@ in a process each, and then measured one at a time while the other processes wai
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest.mock import patch
 
-Figures = dict[str, Any]
+from benchmarks.processes import SPAWN, Figures, attempt, first_line
+
 #: Case, figures, and whether the device still works in the process that ran the case.
 Outcome = tuple["Case", Figures, bool]
-SPAWN = multiprocessing.get_context("spawn")  # a process that was forked cannot use CUDA
 #: Inductor would start a compiler for every core, in every process.
 _ONE_COMPILER = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
@@ -63,7 +62,7 @@ def side_by_side(cases: Iterable[Case], device: Any, jobs: int) -> Iterator[Outc
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 case = running.pop(future)
                 if error := future.exception():  # the process was killed, and the pool with it
-                    yield case, {"failed": _first_line(error)}, False
+                    yield case, {"failed": first_line(error)}, False
                 else:
                     yield case, *future.result()
 
@@ -101,7 +100,7 @@ def _prepare_and_measure(run: Callable[..., Figures], pipe: Connection) -> None:
         pipe.send(None)
         pipe.recv()
 
-    pipe.send(attempt(lambda: run(ready=ready)))
+    pipe.send(timed(partial(run, ready=ready)))
 
 
 def _received(pipe: Connection, say: str | None = None) -> Figures | None:
@@ -115,23 +114,15 @@ def _received(pipe: Connection, say: str | None = None) -> Figures | None:
     return received
 
 
-def attempt(run: Callable[[], Figures]) -> Figures:
-    """Return the figures of a case, or the reason why there are none, so that a failure does not end the command."""
+def timed(run: Callable[[], Figures]) -> Figures:
+    """Return the figures of a case, or the reason why there are none, and the seconds that it took."""
     began = time.perf_counter()
-    try:
-        figures = run()
-    except Exception as error:  # noqa: BLE001  # a compiler's, the driver's, a lack of memory
-        traceback.print_exc()
-        figures = {"failed": _first_line(error)}
+    figures = attempt(run)
     return {**figures, "took_seconds": round(time.perf_counter() - began, 2)}
 
 
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
-
-
 def _attempt_on(device: Any, run: Callable[[], Figures]) -> tuple[Figures, bool]:
-    figures = attempt(run)
+    figures = timed(run)
     return figures, "failed" not in figures or answers(device)
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch._inductor import utils as inductor
+from torch._inductor.utils import fresh_cache
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.models import DTYPES, MODELS, UNQUANTIZED, Training, llama_blocks
@@ -75,29 +75,55 @@ def step(
     time in which the device was busy, which is shorter than the step where the host is slower; the longest kernels.
 
     ``ready`` is called before the time is measured, and returns when nothing else uses the device.
-
-    Peak memory is the most that one program's steps allocate, parameters and optimizer included. Compile time is that
-    of the first step with an empty cache.
     """
     torch._dynamo.reset()
-    chosen = SWITCHES[switch]
+    mode = SWITCHES[switch].mode if backend == "inductor" else None
+    names = {"baseline_": UNQUANTIZED, "": policy}
+    trainings, figures = dict[str, Training](), dict[str, Any]()
     with ExitStack() as stack:
         # The compilers' caches stay until both programs have run, because kernels may be loaded late.
         caches = stack.enter_context(TemporaryDirectory(prefix="gpu_steps-", ignore_cleanup_errors=True))
-        baseline, baseline_figures = _ready(stack, model, UNQUANTIZED, dtype, chosen, device, backend, caches)
-        quantized, policy_figures = _ready(stack, model, policy, dtype, chosen, device, backend, caches)
+        for prefix, name in names.items():
+            before = _allocated(device)
+            size = SIZES.get(model, STEPS[model].size)
+            training = Training(STEPS[model], name, size, DTYPES[dtype], device, backend, mode)
+            if name != UNQUANTIZED:
+                stack.enter_context(SWITCHES[switch].context())
+            figures[f"{prefix}compile_seconds"] = _compiled(training, device, backend, caches)
+            figures[f"{prefix}peak_bytes"] = _peak(training, before, device, mode)
+            trainings[prefix] = training
         ready()
-        comparison = compare(baseline.step, quantized.step, device, Patience(seconds=seconds, least=5), warm_up=2)
-        baseline_kernels, kernels = (_kernels(training, device) for training in (baseline, quantized))
-    return {
-        **comparison.figures,
-        "busy_seconds": sum(kernels.values()) or None,
-        "baseline_busy_seconds": sum(baseline_kernels.values()) or None,
-        "kernels": _longest(kernels),
-        "baseline_kernels": _longest(baseline_kernels),
-        **policy_figures,
-        **{f"baseline_{name}": value for name, value in baseline_figures.items()},
-    }
+        patience = Patience(seconds=seconds, least=5)
+        comparison = compare(trainings["baseline_"].step, trainings[""].step, device, patience, warm_up=2)
+        for prefix, training in trainings.items():
+            kernels = _kernels(training, device)
+            figures |= {f"{prefix}busy_seconds": sum(kernels.values()) or None, f"{prefix}kernels": _longest(kernels)}
+    return {**comparison.figures, **figures}
+
+
+def _compiled(training: Training, device: torch.device, backend: str, caches: str) -> float:
+    """Return the seconds of the first step, which compiles with an empty cache: a new folder in ``caches``."""
+    with fresh_cache(dir=caches, delete=False) if backend == "inductor" else nullcontext():
+        began = time.perf_counter()
+        training.compile()
+        training.step()
+        synchronize(device)
+        return time.perf_counter() - began
+
+
+def _peak(training: Training, before: int, device: torch.device, mode: str | None) -> int | None:
+    """Return the most bytes that a step allocates, parameters and optimizer included; ``before`` are those of others.
+
+    None on a CPU, and under CUDA graphs: a replay uses memory that the allocator handed out at the capture, so the
+    peak would lack what the step computes.
+    """
+    training.step()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    training.step()
+    synchronize(device)
+    counted = device.type == "cuda" and mode != "reduce-overhead"
+    return torch.cuda.max_memory_allocated(device) - before if counted else None
 
 
 def _kernels(training: Training, device: torch.device, steps: int = 3) -> dict[str, float]:
@@ -116,51 +142,9 @@ def _longest(kernels: Mapping[str, float], count: int = 30) -> list[tuple[str, f
     return [(name[:120], seconds) for name, seconds in ordered[:count]]
 
 
-def _ready(
-    stack: ExitStack,
-    model: str,
-    policy: str,
-    dtype: str,
-    switch: Switch,
-    device: torch.device,
-    backend: str,
-    caches: str,
-) -> tuple[Training, Mapping[str, float | None]]:
-    """Return a compiled model in training, its compile time and its peak memory in bytes."""
-    before = _allocated(device)
-    size = SIZES.get(model, STEPS[model].size)
-    mode = switch.mode if backend == "inductor" else None
-    training = Training(STEPS[model], policy, size, DTYPES[dtype], device, backend, mode)
-    stack.enter_context(switch.context() if policy != UNQUANTIZED else nullcontext())
-    with _fresh_cache(backend, caches):
-        began = time.perf_counter()
-        training.compile()
-        training.step()
-        synchronize(device)
-        compiling = time.perf_counter() - began
-    training.step()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    training.step()
-    synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None
-    return training, {"compile_seconds": compiling, "peak_bytes": peak}
-
-
 def _allocated(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated(device)
-
-
-@contextmanager
-def _fresh_cache(backend: str, caches: str) -> Iterator[None]:
-    """Compile with an empty cache, a new folder under ``caches`` that stays when the context ends."""
-    if backend != "inductor":
-        yield
-        return
-    fresh: Any = getattr(inductor, "fresh_cache", None) or inductor.fresh_inductor_cache  # its former name
-    with fresh(dir=caches, delete=False):
-        yield

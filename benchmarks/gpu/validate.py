@@ -10,8 +10,8 @@ and peak memory of training steps beside the unquantized model; ``switches``, th
 
 Figures go to one JSON file and one Markdown page in ``--folder`` after every case. A command begins at least one case,
 and no other that may end after ``--minutes``, and prints the number of cases that are left. The same command continues:
-first with cases that were never tried, then with cases that failed or were measured at another commit. ``--again``
-measures all cases again.
+first with cases that were never tried, then with cases that failed or were measured at another commit or with other
+versions. ``--again`` measures all cases again.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.run import Case, Figures, Outcome, one_by_one, prepared_together, side_by_side
+from benchmarks.gpu.run import Case, Outcome, one_by_one, prepared_together, side_by_side
+from benchmarks.processes import ROOT, Figures
 
 #: Required modules, with the name of the package if that differs.
 NEEDED = dict.fromkeys(("torch", "triton", "pydantic", "yaml", "pluggy", "rich", "numpy", "timm", "transformers"), "")
 NEEDED |= {"yaml": "pyyaml", "fp4graph_policies": "fp4graph"}
 PARTS = ("kernels", "quantizers", "parity", "steps", "switches")
-ROOT = Path(__file__).parents[2]
 #: Of the figures, and of those of a rehearsal, which git ignores.
 FOLDERS = (ROOT / "benchmarks" / "results", ROOT / "runs" / "gpu_validate")
 
@@ -82,8 +82,9 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument("--rehearse", action="store_true", help="on the CPU, few cases, small models")
     cli.add_argument("--backend", default="inductor", help="eager tries a rehearsal without compiling")
     cli.add_argument("--minutes", type=float, default=7.0, help="begin no case that may end later than this (7)")
-    cli.add_argument("--seconds", type=float, default=10.0, help="time limit of one timing (10)")
-    cli.add_argument("--jobs", type=int, default=1, help="processes that compile at a time (1); timings stay alone")
+    cli.add_argument("--seconds", type=float, help="time limit of one timing (10; 0.5 with --rehearse)")
+    jobs = "processes that compile at a time (1); timings stay alone"
+    cli.add_argument("--jobs", type=int, default=1, choices=range(1, 257), metavar="1-256", help=jobs)
     cli.add_argument("--again", action="store_true", help="measure cases that have figures too")
     cli.add_argument("--folder", type=Path, help="benchmarks/results; runs/gpu_validate with --rehearse")
     return cli
@@ -107,14 +108,16 @@ def main(arguments: list[str] | None = None) -> int:
 
     device = torch.device(options.device or ("cpu" if options.rehearse else "cuda"))
     began, record = time.perf_counter(), Record(options.folder or FOLDERS[options.rehearse], device)
-    seconds = 0.5 if options.rehearse else options.seconds
+    seconds = options.seconds if options.seconds is not None else 0.5 if options.rehearse else 10.0
     all_cases = cases(options.part or list(PARTS), device, options.backend, options.rehearse, seconds)
     remaining = sorted((case for case in all_cases if options.again or record.failure(case)), key=record.tried)
-    begun = failed = 0
+    begun, failed, answers = 0, 0, True
 
     def begin(chosen: Iterable[Case]) -> Iterator[Case]:
         nonlocal begun
         for case in chosen:
+            if not answers:
+                return  # cases that other processes run end, and are recorded
             if not begun or time.perf_counter() - began + record.longest(case.part) <= 60 * options.minutes:
                 begun += 1
                 record.begin(case)
@@ -125,9 +128,9 @@ def main(arguments: list[str] | None = None) -> int:
         reason = record.failure(case)
         failed += reason is not None
         print(f"{' '.join(case.name.values())}: {'FAILED, ' if reason else ''}{_short(figures)}", flush=True)
-        if not works:
-            print(f"{device} no longer answers this process: run the same command again")
-            break
+        answers &= works
+    if not answers:
+        print(f"{device} no longer answers this process: run the same command again")
     print(f"{record.file}\n{record.page}")
     if begun < len(remaining):
         print(f"{len(remaining) - begun} cases are left: run the same command again")

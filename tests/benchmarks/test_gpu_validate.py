@@ -1,5 +1,6 @@
 """``make gpu-validate``, rehearsed on the CPU."""
 
+import itertools
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from benchmarks.gpu import checks, run, steps, validate
 from benchmarks.gpu.record import failure, markdown, predictions
 from fp4graph.kernels import operators
 from tests.gpu.cases import operands
+from tests.helpers import processes
 
 CPU = torch.device("cpu")
 
@@ -23,10 +25,14 @@ CPU = torch.device("cpu")
 def rehearse(folder, *arguments):
     """Run the command, and return its exit status, the rows of its file and its page."""
     status = validate.main(["--rehearse", "--backend=eager", f"--folder={folder}", *arguments])
+    return status, *stored(folder)
+
+
+def stored(folder):
     files = list(folder.glob("gpu_validate.*"))
     assert sorted(file.suffix for file in files) == [".json", ".md"]  # and no half-written one
     texts = {file.suffix: file.read_text("utf-8") for file in files}
-    return status, json.loads(texts[".json"])["rows"], texts[".md"]
+    return json.loads(texts[".json"])["rows"], texts[".md"]
 
 
 @pytest.mark.slow
@@ -165,6 +171,9 @@ def test_what_failed_or_is_of_another_commit_is_measured_again_after_the_others(
     monkeypatch.setattr(results, "commit", lambda: {"commit": "two"})
     rehearse(tmp_path)
     assert ran[5:] == [call.a(), call.c(), call.new(), call.b()]  # the longest ago first
+    monkeypatch.setattr(results, "versions", lambda packages: dict.fromkeys(packages, "another"))
+    rehearse(tmp_path)
+    assert ran[9:] == [call.a(), call.c(), call.new(), call.b()]
 
 
 def test_a_case_that_was_killed_is_marked_and_goes_behind_the_others(tmp_path, planned):
@@ -176,6 +185,22 @@ def test_a_case_that_was_killed_is_marked_and_goes_behind_the_others(tmp_path, p
     fine.assert_called_once()
     (file,) = tmp_path.glob("*.md")
     assert "killed, p, float32: begun and not ended" in file.read_text("utf-8")
+
+
+def test_a_kill_leaves_the_earlier_figures_of_its_case(tmp_path, planned, monkeypatch):
+    made = planned(case("a"))
+    rehearse(tmp_path)
+    monkeypatch.setattr(results, "commit", lambda: {"commit": "another"})
+    made[:] = [case("a", Mock(side_effect=KeyboardInterrupt))]
+    with pytest.raises(KeyboardInterrupt):
+        rehearse(tmp_path)
+    (row,), page = stored(tmp_path)
+    assert row["figures"]["eager"] == PARITY["eager"]
+    assert "a, p, float32: begun and not ended" in page
+    assert "| a | float32 | p | 2.00 | 2 | 1 | 1.5 |" in page
+    made[:] = [case("a")]
+    status, (row,), page = rehearse(tmp_path)
+    assert (status, "Failed" in page, "begun" in row) == (0, False, False)
 
 
 def test_the_command_ends_if_the_device_no_longer_answers(tmp_path, planned, monkeypatch, capsys):
@@ -265,10 +290,25 @@ def test_a_missing_package_or_gpu_ends_the_command_before_its_first_case(tmp_pat
         assert "--rehearse" in capsys.readouterr().out
 
 
+WITHOUT = """
+import sys
+sys.modules.update(dict.fromkeys(("pytest", "typer", "psutil", "cpuinfo")))  # importing these is an error
+from benchmarks.gpu import record, validate
+assert list(validate.cases(list(validate.PARTS), None, "eager", True, 1.0))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_command_needs_no_packages_besides_those_that_it_names():
+    """docs/gpu.md lists these too."""
+    processes.run(processes.python("-c", WITHOUT), cwd=validate.ROOT)
+
+
 def test_the_prediction_stands_beside_what_was_measured():
     figures = {"ratio": 1.25, "quartiles": [1.2, 1.3], "seconds": 0.05, "peak_bytes": 3 << 30, "compile_seconds": 40.0}
     figures |= {"baseline_peak_bytes": 2 << 30, "baseline_compile_seconds": 20.0}
-    figures |= {"busy_seconds": 0.044, "baseline_busy_seconds": 0.04}
+    figures |= {"busy_seconds": 0.044, "baseline_busy_seconds": 0.04, "repeats": 47, "settled": False}
     timed = {"part": "steps", "model": "deit-base", "policy": "tetrajet", "dtype": "bfloat16", "switch": "default"}
     rows = [{"case": timed, "figures": figures, "commit": "c0ffee00aa11", "date": "2026-01-02T03:04:05+00:00"}]
     machine = {"device": "NVIDIA H200", "python": "3.12.1", "cuda": "12.8", "versions": {"torch": "2.11.0"}}
@@ -278,8 +318,12 @@ def test_the_prediction_stands_beside_what_was_measured():
         {"case": {**block, "quantizers": "kernels"}, "figures": {"estimate": 1.18}},
     ]
     page = markdown({"machine": machine, "rows": rows}, predicted)
-    line = "| deit-base | bfloat16 | tetrajet | default | 1.25 | 1.20–1.30 | 1.10 | 1.18 | 50 | 3.00 | 2.00 | 40 | 20 |"
+    cells = "1.25 | 1.20–1.30 ~ | 47 | 1.10 | 1.18 | 50 | 3.00 | 2.00 | 40 | 20"
+    line = f"| deit-base | bfloat16 | tetrajet | default | {cells} |"
     assert line in page
+    other = {**block, "card": "B200", "quantizers": "kernels"}
+    page = markdown({"machine": machine, "rows": rows}, [{"case": other, "figures": {"estimate": 9.0}}, *predicted])
+    assert line in page  # the prediction for this card
     page = markdown({"machine": {**machine, "device": "NVIDIA A100"}, "rows": rows}, predicted)
     assert "1.18 (H200)" in page
     found = predictions(results.RESULTS)  # there is a prediction for every model that is timed
@@ -311,17 +355,52 @@ def test_the_cases_on_a_card_are_those_of_the_page():
 def test_caches_of_compilers_are_gone_when_a_case_ends(tmp_path, monkeypatch):
     seen = []
 
-    def ready(*arguments):
-        caches = arguments[-1]
-        with steps._fresh_cache("inductor", caches):
-            folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-            (folder / "kernel.so").touch()
+    def compiles(training):
+        Path(os.environ["TORCHINDUCTOR_CACHE_DIR"], "kernel.so").touch()
+
+    def peak(*arguments):
         seen.append([str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.so")])
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(steps, "_ready", ready)
+    monkeypatch.setattr(steps.Training, "step", compiles)
+    monkeypatch.setattr(steps, "_peak", peak)
     with pytest.raises(RuntimeError, match="out of memory"):
         steps.step("trial-stack", "tetrajet", "bfloat16", "default", CPU, "inductor", 1.0)
     assert len(seen[0]) == 1  # there as long as the case runs
     assert not list(tmp_path.iterdir())
+
+
+def test_options_are_those_of_the_command(tmp_path, monkeypatch):
+    """The time limit of a timing, also in a rehearsal; no number of processes below one."""
+    seen = []
+    monkeypatch.setattr(validate, "cases", lambda *arguments: seen.append(arguments[-1]) or iter(()))
+    for options in ([], ["--seconds=3"]):
+        assert validate.main(["--rehearse", f"--folder={tmp_path}", *options]) == 0
+    assert seen == [0.5, 3.0]
+    with pytest.raises(SystemExit) as stop:
+        validate.main(["--rehearse", "--jobs=0"])
+    assert stop.value.code == 2
+
+
+def test_after_a_fault_no_case_begins_and_those_that_run_are_recorded(tmp_path, planned, monkeypatch, capsys):
+    def two_at_a_time(cases, device, jobs):
+        first, second = itertools.islice(cases, 2)
+        yield first, {"failed": "a fault of the card"}, False
+        yield second, dict(PARITY), True
+        yield from ((case, dict(PARITY), True) for case in cases)
+
+    monkeypatch.setattr(validate, "side_by_side", two_at_a_time)
+    planned(case("bad"), case("runs"), case("waits"))
+    status, rows, page = rehearse(tmp_path, "--jobs=2")
+    assert (status, models(rows)) == (1, ["bad", "runs"])
+    assert "| runs | float32 | p | 2.00 | 2 | 1 | 1.5 |" in page
+    assert "1 cases are left: run the same command again" in capsys.readouterr().out
+
+
+def test_the_peak_of_a_step_is_not_counted_under_cuda_graphs(monkeypatch):
+    monkeypatch.setattr(steps, "synchronize", Mock())
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", Mock())
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 << 30)
+    found = [steps._peak(Mock(), 1 << 30, torch.device("cuda"), mode) for mode in (None, "reduce-overhead")]
+    assert found == [4 << 30, None]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
-import pytest
-
 import fp4graph
 from fp4graph.policy import Policy
 
@@ -33,6 +31,8 @@ def long_but(short: Container[str], names: Iterable[str]) -> list[Any]:
 
 def long_but_few(policies: Iterable[str]) -> list[Any]:
     """Return the names as parameters of a test, those outside of :data:`FEW` marked ``long``."""
+    import pytest  # not above: benchmarks that use these policies do without
+
     return [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in policies]
 
 
