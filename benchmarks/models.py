@@ -109,7 +109,7 @@ def _decoder(width: int, feed_forward: int, heads: int) -> nn.Module:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    class Decoder(LlamaDecoderLayer):
+    class Decoder(LlamaDecoderLayer):  # type: ignore[no-untyped-call]
         def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             y: Tensor = super().forward(x, position_embeddings=(cos, sin))
             return y

@@ -16,7 +16,8 @@ import typer
 from benchmarks import experts, first_step, linear, memory, quantizers, step, tables, targets
 from benchmarks.gpu import plan
 from benchmarks.models import UNQUANTIZED
-from benchmarks.results import RESULTS, ROOT, load, plans, write_text
+from benchmarks.processes import ROOT
+from benchmarks.results import RESULTS, load, plans, write_text
 
 DOCUMENT = ROOT / "docs" / "figures.md"
 BEGIN = "<!-- From here to the next mark written by `python -m benchmarks.report`. -->"

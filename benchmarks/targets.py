@@ -18,7 +18,8 @@ import typer
 from benchmarks import command, tables
 from benchmarks.models import UNQUANTIZED
 from benchmarks.peers import peer_name
-from benchmarks.results import RESULTS, ROOT, file_of, load, machine
+from benchmarks.processes import ROOT
+from benchmarks.results import RESULTS, file_of, load, machine
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ from torch.utils import _pytree as pytree
 import fp4graph
 from benchmarks import command
 from benchmarks.families import TIMM, TORCHVISION
-from benchmarks.results import RESULTS, ROOT, write_text
+from benchmarks.processes import ROOT
+from benchmarks.results import RESULTS, write_text
 from fp4graph.model.runtime import require_runtime
 
 POLICIES = ("tetrajet", "tetrajet-qema")
