@@ -85,6 +85,7 @@ def test_a_policy_without_experts_or_linears_to_quantize_does_not_apply():
         of_model("trial-vit", 4, "nvfp4-te", CPU, "eager")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "option", "said"),
     [

@@ -212,4 +212,5 @@ def test_a_program_whose_process_is_killed_takes_no_other_with_it(monkeypatch):
 def test_a_linear_keeps_what_an_inner_blocks_linear_keeps(compiler):
     """The policy keeps the last blocks, for one of which a linear by itself would count."""
     kept = [compiler(plan._saved_by_linear, 64, 64, 96, policy, "H200") for policy in ("unquantized", "nvfp4-te")]
-    assert kept[1] == kept[0] + 16  # two rotated directions, each unpacked, and the keys of their noise
+    keys = 2 * 4 + 5 * 4  # of the site, and the step's, for the noise; the operands are kept unpacked
+    assert kept[1] == kept[0] + keys
