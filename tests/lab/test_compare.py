@@ -337,6 +337,14 @@ def test_policies_that_do_not_fit_are_all_named_before_the_first_training(compar
     assert not (tmp_path / "bf16-0").exists()
 
 
+@pytest.mark.captured
+def test_a_policy_that_joins_finished_runs_and_does_not_fit_is_named(compare):
+    compare(loop, "nvfp4", seeds=1)
+    nowhere = one_rule(match={"module": "absent.*"}, default="keep")
+    with pytest.raises(Error, match=r"1 of the policies cannot train this model.*\n  nowhere: rule 'all': no module"):
+        compare(loop, ["nvfp4", nowhere | {"name": "nowhere"}], seeds=1)
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*was called by itself:fp4graph.errors.PolicyWarning")
 def test_a_model_that_is_called_by_its_parts_is_trained_unchecked(compare):

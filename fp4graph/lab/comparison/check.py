@@ -41,8 +41,9 @@ def check(train: Train, policies: Sequence[Policy], seed: int) -> list[str]:
             faults[policy.name] = str(error)
         except _Unchecked as why:
             unchecked.append(f"policy {policy.name!r} was not checked before the training: {why}")
-    if len(faults) == len(policies) and len({*faults.values()}) == 1:
-        raise Error(next(iter(faults.values())))  # independent of the policies
+    of_training = [faults.get(policy.name) for policy in policies if not policy.ever_quantizes]
+    if any(of_training) and len(faults) == len(policies) and len({*faults.values()}) == 1:
+        raise Error(next(iter(faults.values())))  # a policy without rules has it too, so no rule is its cause
     if faults:
         reasons = "".join(f"\n  {name}: {fault}" for name, fault in faults.items())
         raise Error(f"{len(faults)} of the policies cannot train this model, so nothing was trained:{reasons}")
