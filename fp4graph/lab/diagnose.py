@@ -148,7 +148,10 @@ def diagnose(
     comparable = [row for row in reference.rows if row["site"].partition("#")[0] in alike]
     findings += _outside(record.rows, comparable, diverging)
     findings.sort(key=lambda finding: _place(finding, rises))
-    diverged = any(each.stays for each in loss_findings(reference.losses, {})) if reference.losses else None
+    diverged = None
+    if reference.losses:  # NaN ends a training, before the running median shows it
+        ends = reference.losses[max(reference.losses)] is None
+        diverged = ends or any(each.stays for each in loss_findings(reference.losses, {}))
     records = len(record.recorded.steps) if record.recorded else 0
     headline = f"Nothing left its normal range in {len(record.losses)} losses and {records} records of operands."
     if findings:

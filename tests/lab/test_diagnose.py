@@ -209,3 +209,9 @@ def test_sites_that_left_one_range_share_a_row():
     ]  # fmt: skip
     table = Diagnosis("run", "", tuple(findings), None, ()).table()
     assert [*table.columns[1].cells] == ["blocks.0 and 2 more", "blocks.1 and 2 more"]
+
+
+def test_a_baseline_that_nan_stopped_left_its_range(tmp_path):
+    stopped = [*FALLING[:60], math.nan]
+    Log(tmp_path, {})
+    assert "The baseline's loss left its range too" in str(diagnose(tmp_path, baseline=stopped, losses=stopped))
