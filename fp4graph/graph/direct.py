@@ -270,21 +270,35 @@ class Direct(TorchFunctionMode):
         assert isinstance(found, FoundProduct)
         return call_of(replace(planned[0], found=found), found.product)
 
-    def _run(self, call: SiteCall, exact: Callable[[], Tensor]) -> Tensor:
+    def _run(self, call: SiteCall, exact: partial[Tensor]) -> Tensor:
         inputs: list[Any] = [None if node is None else value_of(node) for node in call.inputs]
         state = [_viewed(node, views) for node, views in call.state]
         keywords = {key: value_of(value) if isinstance(value, Node) else value for key, value in call.keywords.items()}
-        quantized = partial(call.function, *inputs, call.salt, *state, site=call.site, **keywords)
+
+        def quantized(a: Tensor, b: Tensor) -> Tensor:
+            return call.function(a, b, *inputs[2:], call.salt, *state, site=call.site, **keywords)
+
         if (substitute := current_substitute()) is not None:
-            return substitute(call.site, inputs[0], inputs[1], quantized, exact)
+            return substitute(call.site, inputs[0], inputs[1], quantized, _of_factors(exact, inputs[:2]))
         if self._recording is None:
-            return quantized()
+            return quantized(inputs[0], inputs[1])
         name = numbered(call.site, self._shown[call.site])
         self._shown[call.site] += 1
         with observed(self._recording.operands(name)):
-            y = quantized()
+            y = quantized(inputs[0], inputs[1])
         self._recording.output(name, y)
         return y
+
+
+def _of_factors(call: partial[Tensor], factors: Sequence[Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return ``call``, a product of two ``factors``, as a function of them."""
+
+    def product(*others: Tensor) -> Tensor:
+        by = dict(zip(map(id, factors), others, strict=True))
+        args, kwargs = pytree.tree_map_only(Tensor, lambda x: by.get(id(x), x), (call.args, call.keywords))
+        return call.func(*args, **kwargs)
+
+    return product
 
 
 def _check_known(found: FoundProduct, policy: Policy, *, whole_model: bool) -> None:

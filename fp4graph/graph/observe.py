@@ -32,17 +32,19 @@ class Recording(Protocol):
         """Take the output ``y`` of ``site``; called after every forward of the site."""
 
 
+#: A product as a function of its two factors.
+OfFactors = Callable[[Tensor, Tensor], Tensor]
+
+
 class Substitute(Protocol):
     """A function that is called instead of each quantized site of an uncompiled forward."""
 
-    def __call__(
-        self, site: str, a: Tensor, b: Tensor, quantized: Callable[[], Tensor], exact: Callable[[], Tensor]
-    ) -> Tensor:
+    def __call__(self, site: str, a: Tensor, b: Tensor, quantized: OfFactors, exact: OfFactors) -> Tensor:
         """Return the output of ``site``.
 
         Args:
             a, b: the factors, as the operation of the model takes them.
-            quantized, exact: return the product under the policy, and the result of the model's operation itself.
+            quantized, exact: return the product of two factors under the policy, and by the model's operation itself.
         """
 
 

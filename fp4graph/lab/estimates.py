@@ -6,7 +6,6 @@ Both estimates are substitutes (:class:`fp4graph.graph.observe.Substitute`): the
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from fp4graph import torch_internals
 from fp4graph.errors import Error
+from fp4graph.graph.observe import OfFactors
 from fp4graph.ops.observe import ObservedOperand, observed
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
@@ -66,12 +66,10 @@ class ForwardEstimate(_Estimate):
     et al. 2021, equation 10). Both matrices agree in expectation for the log-likelihood of a model that predicts well.
     """
 
-    def __call__(
-        self, site: str, a: Tensor, b: Tensor, quantized: Callable[[], Tensor], exact: Callable[[], Tensor]
-    ) -> Tensor:
-        y = exact()
+    def __call__(self, site: str, a: Tensor, b: Tensor, quantized: OfFactors, exact: OfFactors) -> Tensor:
+        y = exact(a, b)
         with torch.no_grad(), observed(partial(self._noise.add, site)):
-            error = quantized().double() - y.double()
+            error = quantized(a, b).double() - y.double()
         if torch.is_grad_enabled():
             y = y if y.requires_grad else y.requires_grad_()
             y.register_hook(partial(self._add, site, error))  # type: ignore[no-untyped-call]
@@ -103,26 +101,25 @@ class BackwardEstimate(_Estimate):
         if not stepped:
             self._errors: dict[tuple[str, int], list[tuple[int, Tensor, Tensor]]] = {}
 
-    def __call__(
-        self, site: str, a: Tensor, b: Tensor, quantized: Callable[[], Tensor], exact: Callable[[], Tensor]
-    ) -> Tensor:
+    def __call__(self, site: str, a: Tensor, b: Tensor, quantized: OfFactors, exact: OfFactors) -> Tensor:
         call, ungraded = (site, self._calls[site]), self._ungraded[site]
         self._calls[site] += 1
         if not torch.is_grad_enabled():
             ungraded.append(call[1])
         elif ungraded and torch_internals.backward_id() >= 0:
             call = site, ungraded[0]
-        y = exact()
+        y = exact(a, b)
         if self._stepped:
             for place, error, before in self._errors.get(call, ()):
                 self._first[site] += (error * ((a, b)[place].double() - before.double())).sum().item()
             return y
+        # These leaves end the gradient at the site: one factor may depend on the other, as in a layer's second call.
+        leaves = {id(x): x.detach().requires_grad_(y.requires_grad and x.requires_grad) for x in (a, b)}
+        factors = leaves[id(a)], leaves[id(b)]  # the same leaf twice for y @ y, and its error once
         with observed(partial(self._noise.add, site)):
-            outputs = exact(), quantized()
-        # The model may change a factor in place later: take its place in autograd's graph and its values now.
-        factors = [(place, x) for place, x in enumerate((a, b)) if y.requires_grad and x.requires_grad]
-        edges = [torch.autograd.graph.get_gradient_edge(x) for _, x in factors]
-        kept = [(place, x.detach().clone()) for place, x in factors]
+            outputs = exact(*factors), quantized(*factors)
+        places = {id(x): place for place, x in enumerate(factors) if x.requires_grad}.values()
+        kept = [(place, factors[place].detach().clone()) for place in places]  # the model may change a factor in place
 
         def add(gradient: Tensor) -> None:
             if call[1] in ungraded and ungraded[1:]:
@@ -130,12 +127,11 @@ class BackwardEstimate(_Estimate):
                     f"{site} runs {len(ungraded)} times in checkpoints with use_reentrant=True, and which of these a "
                     "backward repeats is unknown; use_reentrant=False, or no checkpoint, allows its estimate"
                 )
-            plain, noisy = (torch.autograd.grad(output, edges, gradient) for output in outputs)
+            plain, noisy = (torch.autograd.grad(output, [factors[p] for p in places], gradient) for output in outputs)
             self._errors[call] = [
                 (place, q.double() - g.double(), x) for (place, x), g, q in zip(kept, plain, noisy, strict=True)
             ]
 
         if y.requires_grad:
             y.register_hook(add)  # type: ignore[no-untyped-call]
-            return y.clone()  # the next product asks for the gradient of its factor; for y itself, that would call add
         return y

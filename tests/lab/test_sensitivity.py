@@ -150,14 +150,27 @@ def test_the_estimate_is_exact_for_a_quadratic_loss_with_residuals_of_one():
     assert math.isnan(twice.increase)
 
 
+class Dependent(nn.Module):
+    """A layer that runs twice, and products of a tensor with itself: one factor depends on the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.twice, self.last = nn.Linear(32, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        y = F.gelu(self.twice(F.gelu(self.twice(x)))).view(-1, 16, 16)[0]
+        return self.last(torch.cat([y @ y, y @ y.T], dim=1))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("between", [nn.GELU, nn.Identity])
-def test_the_estimate_of_a_step_is_exact_in_the_limit_of_small_steps(between):
-    model, batches = mlp(between)
-    model, batches = model.double(), [tuple(t.double() for t in batch) for batch in batches]
+@pytest.mark.parametrize(
+    ("make", "count"), [(lambda: mlp(nn.GELU)[0], 6), (lambda: mlp(nn.Identity)[0], 6), (Dependent, 6)]
+)
+def test_the_estimate_of_a_step_is_exact_in_the_limit_of_small_steps(make, count):
+    model, batches = make().double(), [tuple(t.double() for t in batch) for batch in mlp()[1]]
     result = fp4graph.sensitivity(model, loss, batches, POLICY, by=("site", "gemm"), decrease=1e-5)
     steps = [score for score in result.scores if score.measure == "step"]
-    assert len(steps) == 6
+    assert len(steps) == count
     for score in steps:
         assert (score.increase == 0) == (score.unit == "0, dgrad")
         assert score.estimate == pytest.approx(score.increase, rel=1e-3)
