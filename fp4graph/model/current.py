@@ -6,7 +6,7 @@ import threading
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -18,7 +18,7 @@ from fp4graph import torch_internals
 from fp4graph.errors import Error
 from fp4graph.graph.backend import with_own_code
 from fp4graph.graph.direct import Direct
-from fp4graph.model.forward import Kind
+from fp4graph.model.forward import Kind, reentrant_regions
 from fp4graph.torch_internals import frame_hook
 
 _Start = TypeVar("_Start")
@@ -134,28 +134,30 @@ class CurrentForward:
         _record(self.passes, start)
         return start
 
-    def begin_call(self) -> None:
-        """Record the step tensor of a call of the model that a checkpoint will repeat."""
-        _record(self.calls, self.step)
+    def begin_call(self, step: Tensor | None) -> None:
+        """Record the step tensor of a call of the model that a checkpoint will repeat; ``step`` is given for a call
+        that is itself a repetition."""
+        _record(self.calls, self.step if step is None else step, reentrant_regions())
 
     def repeated(self) -> Tensor | None:
         """Return the step tensor of the call that a checkpoint repeats in this backward; None for any other call."""
-        calls = _repeated(self.calls)
+        calls = _repeated(self.calls, reentrant_regions)
         return None if calls is None else calls.repeat()
 
 
-def _repeated(calls: Mapping[Any, Calls[_Start]]) -> Calls[_Start] | None:
-    """Return the calls of the innermost region that runs again now, or None: regions in it begin anew."""
+def _repeated(calls: Mapping[Any, Calls[_Start]], reentrant: Callable[[], list[Any]] = list) -> Calls[_Start] | None:
+    """Return the calls of the innermost region that runs again now, or None: regions in it begin anew. In the backward
+    of a reentrant region only its own regions run again, so other regions are inside of it."""
     if (backward := torch_internals.backward_id()) == -1:
         return None
-    known = (calls.get(region) for region in torch_internals.checkpointed_regions())
+    known = (calls.get(region) for region in (*torch_internals.checkpointed_regions(), *reentrant()))
     return next((each for each in known if each is not None and each.backward != backward), None)
 
 
-def _record(calls: MutableMapping[Any, Calls[_Start]], start: _Start) -> None:
+def _record(calls: MutableMapping[Any, Calls[_Start]], start: _Start, reentrant: Sequence[Any] = ()) -> None:
     """Record a call that begins, in each region that runs for the first time."""
     backward = torch_internals.backward_id()
-    for region in torch_internals.checkpointed_regions():
+    for region in (*torch_internals.checkpointed_regions(), *reentrant):
         of_region = calls.setdefault(region, Calls(backward))
         if of_region.backward == backward:
             of_region.starts.append(start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -9,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from fp4graph.graph.nested import nested
 
@@ -78,7 +80,7 @@ class Forward:
         module: the module that runs: the model or a part.
         call: runs the module without a compiler, on ``args`` and ``kwargs``.
         name: the name of the method that is called; :data:`CALL` for any other forward.
-        training: whether gradients are recorded.
+        training: whether gradients are recorded, or will be when a reentrant checkpoint repeats the call.
         step: the step tensor of the forward that is repeated, else None.
     """
 
@@ -97,8 +99,10 @@ class Forward:
     ) -> Forward:
         """Return the forward of ``root``'s call or method ``name``; a repeated one if its ``step`` is given."""
         call: Any = root._call_impl if name == CALL else getattr(type(root), name).__get__(root)
-        kind = Kind.CALL if name == CALL else Kind.METHOD
-        return Forward(kind if step is None else Kind.REPEATED, root, call, args, kwargs, name, step=step)
+        kind = Kind.REPEATED if step is not None else Kind.CALL if name == CALL else Kind.METHOD
+        # A checkpoint that is itself called without gradients has no functions before it, and is never repeated.
+        training = torch.is_grad_enabled() or any(region.next_functions for region in reentrant_regions())
+        return Forward(kind, root, call, args, kwargs, name, training, step)
 
     @property
     def duties(self) -> Duties:
@@ -118,3 +122,15 @@ class Forward:
     def run(self) -> Any:
         """Run the forward without a compiler."""
         return self.call(*self.args, **self.kwargs)
+
+
+def reentrant_regions() -> list[Any]:
+    """Return torch's objects for the regions of reentrant checkpointing that run now, for the first time or again, the
+    innermost first. Only the frames of torch's functions hold them."""
+    codes = CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__
+    regions, frame = [], inspect.currentframe()
+    while frame is not None:
+        if any(frame.f_code is code for code in codes):
+            regions.append(frame.f_locals["ctx"])
+        frame = frame.f_back
+    return regions

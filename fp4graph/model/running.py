@@ -105,14 +105,14 @@ class Runner:
         self._steps.begin(training=training)
         for group in self._plan.groups:
             group.refresh()
-        if forward.duties.compiled:
-            self._current.begin_call()
         self._steps.trained += training and forward.duties.counts == "again"
         if forward.training:
             self._current.last = forward.kind
 
     def run(self, forward: Forward) -> Any:
         """Run a forward, check coverage if the forward is the first, and count the forward if it trains."""
+        if forward.duties.compiled:
+            self._current.begin_call(forward.step)
         # Another applied model may call this model in an uncompiled pass, which must not see this model's operations.
         with nullcontext() if self._current.direct else torch_internals.without_function_modes(Direct):
             result = self._run(forward)
@@ -267,7 +267,7 @@ def _counts(forward: Forward, result: Any) -> bool:
     """Return whether a training forward that returned ``result`` counts by itself."""
     if forward.duties.counts != "with gradients":
         return forward.duties.counts == "each"
-    return _needs_gradient(result)
+    return _needs_gradient(result) or not torch.is_grad_enabled()  # unknown until a reentrant checkpoint repeats it
 
 
 #: Types of objects in a result whose attributes do not count as parts of the result.

@@ -124,10 +124,13 @@ def test_checkpoints_that_begin_together_train_as_without(inner):
 
 
 @pytest.mark.parametrize(
-    ("outer", "inner"), [(False, False), (True, False), (False, True)], ids=["non-non", "re-non", "non-re"]
+    ("outer", "inner"),
+    [(False, False), (True, False), (False, True), (True, True)],
+    ids=["non-non", "re-non", "non-re", "re-re"],
 )
-def test_a_call_of_the_model_in_two_checkpoints_counts_once(outer, inner):
-    """The outer checkpoint computes the inner one again, which is another region then."""
+def test_calls_of_the_model_in_two_checkpoints_count_once(outer, inner):
+    """The outer checkpoint computes the inner one again, which is another region then. A second call in a reentrant
+    checkpoint had the noise of the first, and other noise when it was computed again."""
 
     def steps(outer, inner):
         torch._dynamo.reset()
@@ -135,7 +138,7 @@ def test_a_call_of_the_model_in_two_checkpoints_counts_once(outer, inner):
         model = fp4graph.apply(Net(twice, None), POLICIES["stochastic"], backend="eager", seed=1)
         x = torch.randn(2, 8, 32).requires_grad_()
         for _ in range(2):
-            outer(lambda x: inner(model, x).tanh(), x).square().sum().backward()
+            outer(lambda x: inner(lambda x: model(model(x)), model(x)).tanh(), x).square().sum().backward()
         return [x.grad, *(p.grad for p in model.parameters())]
 
     plain = steps(as_it_is, as_it_is)
