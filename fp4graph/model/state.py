@@ -21,7 +21,12 @@ from fp4graph.numerics.sharding import is_sharded, like, whole
 #: The attribute of a module that holds its :class:`State`. Former layouts had a submodule of this name.
 NAME = "_fp4graph"
 #: The methods of a module that its :class:`State` overrides.
-_METHODS = {"_apply": "convert", "_load_from_state_dict": "load", "__prepare_scriptable__": "refuse_script"}
+_METHODS = {
+    "_apply": "convert",
+    "_load_from_state_dict": "load",
+    "_save_to_state_dict": "save",
+    "__prepare_scriptable__": "refuse_script",
+}
 #: Names of entries that state dicts of former layouts have and models no longer have.
 _FORMER = ("forwards", "_extra_state")
 
@@ -81,16 +86,14 @@ class State:
 
     A cast moves the buffers between devices and never changes their dtype: an EMA with β = 0.998 would freeze in bf16,
     whose neighbours are 0.4 % apart. A checkpoint without the buffers can be loaded. While a module has state,
-    attributes override three methods of the module and call the methods of its class, because torch has no hook for a
-    cast, and no hook between loading a module's values and reporting missing keys.
+    attributes override methods of the module and call the methods of its class, because torch has no hook for a cast,
+    and no hook between loading a module's values and reporting missing keys.
 
     Attributes:
         module, fqn: the owner of the buffers, and its fully qualified name.
         loaded: whether a state dict gave values to any of the technique entries.
         of_phases: the names of the entries that only some phases of the policy keep.
         tied: the states with entries for a parameter of the module, which other modules may have too.
-        waiting: loaded values of entries of another phase, until a training forward begins in this one. A model that
-            resumes is in the first phase when its state dict is loaded, and enters the saved phase afterwards.
     """
 
     def __init__(self, module: nn.Module, fqn: str) -> None:
@@ -98,7 +101,6 @@ class State:
         self.loaded = False
         self.of_phases: set[str] = set()
         self.tied: list[State] = []
-        self.waiting: dict[str, Tensor] = {}
         self._version_of_key = 0
         self._given: tuple[Any, set[str]] = None, set()  # the last load, and the entries that it gave values to
         self._weights: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]] = {}
@@ -113,6 +115,7 @@ class State:
 
     def remove(self) -> None:
         """Remove the state from the module, except the buffers of packed weights."""
+        self.waiting = {}
         for name in (NAME, *_METHODS):
             del self.module.__dict__[name]
         names = [name for name in self.module._buffers if is_ours(name)]  # a value may be None
@@ -134,6 +137,22 @@ class State:
         """The buffers that fp4graph keeps in the module, by name."""
         named = self.module._buffers.items()
         return {name: buffer for name, buffer in named if buffer is not None and is_ours(name)}
+
+    @property
+    def waiting(self) -> dict[str, Tensor]:
+        """Loaded values of entries of another phase, until a training forward begins in this one. A model that resumes
+        is in the first phase when its state dict is loaded, and enters the saved phase afterwards.
+
+        They are attributes of the module, because torch's distributed checkpoints look there for every entry.
+        """
+        attributes = self.module.__dict__
+        return {name: attributes[name] for name in sorted(self.of_phases) if name in attributes}
+
+    @waiting.setter
+    def waiting(self, values: Mapping[str, Tensor]) -> None:
+        for name in self.waiting:
+            del self.module.__dict__[name]
+        self.module.__dict__.update(values)
 
     def add_key(self, device: torch.device) -> None:
         """Add the noise key. It is not saved, because it follows from the module's name."""
@@ -229,7 +248,7 @@ class State:
         state_dict.update(present)
         entries = {f"{prefix}{name}": buffer for name, buffer in self.buffers.items()}
         keys = {name: f"{prefix}{name}" for name in self.of_phases if name not in self.module._buffers}
-        self.waiting.update({name: state_dict.pop(key).clone() for name, key in keys.items() if key in state_dict})
+        self.waiting |= {name: state_dict.pop(key).clone() for name, key in keys.items() if key in state_dict}
         absent: list[str] = []
         kind = type(self.module)
         kind._load_from_state_dict(self.module, state_dict, prefix, local_metadata, strict, absent, *errors)
@@ -241,6 +260,12 @@ class State:
             tied._begin_anew(loaded, missing)
         self.loaded |= any(key in state_dict and not _share(state_dict[key], buffer) for key, buffer in entries.items())
         self._loaded_count(count)
+
+    def save(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Override the module's ``_save_to_state_dict``: a model that was loaded and not yet trained saves again what
+        waits for another phase."""
+        type(self.module)._save_to_state_dict(self.module, destination, prefix, keep_vars)
+        destination.update({f"{prefix}{name}": value for name, value in self.waiting.items()})
 
     def _begin_anew(self, loaded: set[int], load: Any) -> None:
         """Reset the entries for parameters with an id in ``loaded`` to which this load gave no values so far."""

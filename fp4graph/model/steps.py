@@ -61,7 +61,7 @@ class Steps:
                     if self.root_state.count == 0:
                         module_state.restart()
                     if training:
-                        module_state.waiting.clear()
+                        module_state.waiting = {}
                     module_state.settle(device_of(module_state.module, device_of(self._plan.root)))
         wrapper = torch_internals.active_ddp()
         if training and wrapper is not None and wrapper is not self._wrapper:

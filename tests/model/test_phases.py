@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import fp4graph
 from fp4graph.errors import PolicyError
@@ -135,6 +136,8 @@ def run(
     if saved is not None:
         for state in ({key: value} for key, value in saved[0].items()) if parts else [saved[0]]:
             model.load_state_dict(state, strict=not parts)
+        again = get_model_state_dict(model)  # asks for an attribute of each entry
+        assert_equal((again[key] for key in saved[0]), saved[0].values())
         if change is not None:
             model = change(model)
             optimizer = prepared(model)
