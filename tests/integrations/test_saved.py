@@ -107,7 +107,8 @@ def test_a_folder_of_the_oldest_format_of_torch_is_read(llama, tmp_path):
     fp4graph.apply(loaded(tmp_path), "tetrajet-qema", backend="eager")
 
 
-def test_the_state_of_experts_that_transformers_renames_in_a_folder_is_found(tmp_path):
+@pytest.mark.parametrize("later", [False, True], ids=["now", "of a later phase"])
+def test_the_state_of_experts_that_transformers_renames_in_a_folder_is_found(tmp_path, later):
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
     config = transformers.MixtralConfig(vocab_size=64, num_hidden_layers=1, num_local_experts=2, **sizes)
     rules = [{"name": "all", "match": {"op": ["linear", "grouped"], "block": True}, "quantize": quantizer(16)}]
@@ -115,6 +116,10 @@ def test_the_state_of_experts_that_transformers_renames_in_a_folder_is_found(tmp
     model = fp4graph.apply(transformers.MixtralForCausalLM(config), policy, backend="eager")
     for value in entries(model).values():
         value.add_(1)
+    if later:
+        policy = one_rule(techniques=[], phases=[{"at": 1, "techniques": ["q_ema"]}]) | {"rules": rules}
+        former, model = model, fp4graph.apply(transformers.MixtralForCausalLM(config), policy, backend="eager")
+        model.load_state_dict(former.state_dict())
     model.save_pretrained(tmp_path)
     again = transformers.MixtralForCausalLM.from_pretrained(tmp_path)
     assert len(entries(fp4graph.apply(again, policy, backend="eager"))) == 6
