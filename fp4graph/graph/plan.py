@@ -30,6 +30,7 @@ from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.schedule import Schedule, Setting
 from fp4graph.ops.state import StateSlot
 from fp4graph.policy import DEFAULT_INDEX, Decision, Policy, Rule, plan_specs
+from fp4graph.policy.techniques import require_one_element
 from fp4graph.technique import (
     ChannelSplit,
     OperandSpecs,
@@ -89,6 +90,8 @@ class _Planning:
         """Return the plan; raise the errors of :func:`plan_site`."""
         site, rule = self.site, self.rule
         specs = plan_specs(rule.techniques, site, dict(rule.specs), self._specs)
+        for technique in rule.techniques:  # at load this is asked of the sites that are sure to be there
+            self._call(technique, partial(require_one_element, technique, site, specs))
         declared = parts = self._parts(site)
         if not self.training:
             specs = {operand: self._settled(spec, operand.gemm) for operand, spec in specs.items()}

@@ -207,7 +207,7 @@ class TechniqueResolver:
         for declared in techniques:
             self._call(declared, "check", partial(declared.technique.check, planned, by_name))
         for declared in techniques:
-            self._call(declared, "parts", partial(_require_one_element, declared.technique, site, planned))
+            self._call(declared, "parts", partial(require_one_element, declared.technique, site, planned))
             if self._call(declared, "parts", partial(acts, declared.technique, site, planned)):
                 acting.add(declared.name)
         return planned
@@ -255,7 +255,7 @@ def _probed(match: Match) -> tuple[str, ...]:
     return tuple(op for op in ops if op != "grouped") or ops
 
 
-def _require_one_element(technique: Technique, site: SiteView, planned: OperandSpecs) -> None:
+def require_one_element(technique: Technique, site: SiteView, planned: OperandSpecs) -> None:
     """Raise ValueError if a technique rounds elements, or gives their surrogate gradient, where each block chooses its
     element format."""
     stages = ("round", "element_surrogate")

@@ -251,6 +251,8 @@ BETWEEN = "technique {} cannot act on wgrad.input of experts"  # it would count 
 #: A block that is an expert's whole tensor is computed as short blocks that share their scale.
 PARTS = "{} cannot act on .* of experts where a whole tensor has one scale"
 OF_A_TENSOR = quantizer("tensor", "e4m3", "nearest_even")
+EDEN = {"hadamard": {"scope": "backward", "block": 16}}, {"ms_eden": {"block": 16}}
+CHOSEN = {**NVFP4, "element": ["e2m1", "int4"]}
 ABSMAX = {"tensor_scaling_gradient": {"kind": "absmax"}}
 
 
@@ -264,6 +266,7 @@ ABSMAX = {"tensor_scaling_gradient": {"kind": "absmax"}}
         ([{"outlier_fallback": {"operands": ["wgrad.input"]}}], BETWEEN.format("outlier_fallback"), MXFP4),
         (["smooth_max"], PARTS.format("smooth_max"), OF_A_TENSOR),
         (["four_over_six"], PARTS.format("four_over_six"), OF_A_TENSOR),
+        ([*EDEN], "ms_eden: it needs a single element format, and the blocks of dgrad.grad_output choose", CHOSEN),
         (["stochastic_scale_rounding"], PARTS.format("stochastic rounding of scales"), OF_A_TENSOR),
     ],
     ids=str,
@@ -288,12 +291,11 @@ class OfExperts(torch.nn.Module):
         return grouped_mm(self.act(gate) * up, self.down.mT, offs=ends)
 
 
-EDEN = {"hadamard": {"scope": "backward", "block": 16}}, {"ms_eden": {"block": 16}}
 COMPILED = {
     "mean_split": one_rule("tensor_scaling", "mean_split", op="grouped", quantize=NVFP4),
     "ms_eden": one_rule(*EDEN, op="grouped", quantize=NVFP4),
     "smooth_swiglu": one_rule("smooth_swiglu", op="grouped"),
-    "chosen elements": one_rule("tensor_scaling", op="grouped", quantize={**NVFP4, "element": ["e2m1", "int4"]}),
+    "chosen elements": one_rule("tensor_scaling", op="grouped", quantize=CHOSEN),
 }
 
 
