@@ -38,7 +38,8 @@ class StepGradient(Technique):
 
     Stage: gradient of fprop.input and fprop.weight.
 
-    Cost: O(n log k) to O(n·w log k) work, and X in high precision kept for the backward: O(n) memory, unfusable.
+    Cost: O(n) work; for ``spline`` O(n log k) with k knots (9 for E2M1) in the paper, and O(n·k) here, which compares
+    with each knot. X in high precision is kept for the backward: O(n) memory, unfusable.
 
     Use it on weights to reproduce Wang et al. The conclusion of the design-space paper is that quantization gradients
     help on smaller classification tasks, but do not help, or harm, larger diffusion and language models.
