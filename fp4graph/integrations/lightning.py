@@ -25,7 +25,8 @@ class FP4GraphLightningCallback(lightning.Callback):  # type: ignore[misc,unused
 
     The policy is applied before the optimizers are made, and the optimizers are prepared before the first step.
     Checkpoints are Lightning's: they hold the state of techniques among the module's weights, and the policy in the
-    callback's state. For policies with phases, ``total_forwards`` is the number of batches that the Trainer expects.
+    callback's state. If a phase begins at a share of the training, ``total_forwards`` is the number of batches that the
+    Trainer expects.
 
     Args:
         policy: as for :func:`fp4graph.apply`. options: further arguments of :func:`fp4graph.apply`.
@@ -34,7 +35,8 @@ class FP4GraphLightningCallback(lightning.Callback):  # type: ignore[misc,unused
         same_policy: False lets training resume from a checkpoint of another policy.
 
     Raises:
-        Mismatch: a checkpoint of another policy or seed, or without a policy, is loaded.
+        Mismatch: a checkpoint of another policy or seed, or without a policy, is loaded, or training resumes from one
+            of another length while a phase begins at a share of it.
         Error: the LightningModule has no child ``part``, or not exactly one child with parameters while ``part`` is
             None; or training begins without ``precision="16-mixed"`` under a policy that scales the loss.
     """
@@ -49,6 +51,7 @@ class FP4GraphLightningCallback(lightning.Callback):  # type: ignore[misc,unused
     ) -> None:
         self.policy, self.part, self.same_policy, self.options = load_policy(policy), part, same_policy, options
         self._model: nn.Module | None = None
+        self._resumed: dict[str, Any] | None = None  # the callback's state in the loaded checkpoint
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Apply the policy, once, before Lightning configures optimizers and loads a checkpoint."""
@@ -74,11 +77,13 @@ class FP4GraphLightningCallback(lightning.Callback):  # type: ignore[misc,unused
             raise Error(
                 f"policy {policy.name!r} scales the loss; Lightning does so only with precision='16-mixed': set it"
             )
-        if policy.phases:
+        if any(isinstance(phase.at, float) for phase in policy.phases):
             trainer.fit_loop.setup_data()  # num_training_batches is infinite before
             steps, accumulation = trainer.estimated_stepping_batches, trainer.accumulate_grad_batches
             if 0 < steps < math.inf:  # -1: nothing limits the training
                 set_total_forwards(self._model, forwards(int(steps), trainer.num_training_batches, accumulation))
+        if self._resumed is not None:  # the length of this training was unknown when the checkpoint was loaded
+            self._check(self._resumed)
         held = {id(parameter) for parameter in self._model.parameters()}
         for optimizer in trainer.optimizers:
             if any(id(parameter) in held for group in optimizer.param_groups for parameter in group["params"]):
@@ -91,5 +96,9 @@ class FP4GraphLightningCallback(lightning.Callback):  # type: ignore[misc,unused
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Compare the policy with the checkpoint's policy; a checkpoint without this callback has no policy."""
         if self.same_policy and self._model is not None:
-            saved = checkpoint["callbacks"].get(self.state_key, {})
-            check_policy("the checkpoint", saved.get("written_under"), self._model)
+            self._resumed = checkpoint["callbacks"].get(self.state_key, {})
+            self._check(self._resumed)
+
+    def _check(self, saved: dict[str, Any]) -> None:
+        assert self._model is not None
+        check_policy("the checkpoint", saved.get("written_under"), self._model)

@@ -130,8 +130,13 @@ def test_a_callback_refuses_what_it_cannot_do_and_knows_the_length_of_the_traini
     with pytest.raises(Error, match="precision='16-mixed'"):
         fitted(Classifier(), tmp_path, callbacks=[by_callback(LINEARS | {"techniques": ["loss_scaling"]})])
     phased = LINEARS | {"phases": [{"at": 0.5, "rules": [], "default": "keep"}]}
-    module = fitted(Classifier(), tmp_path, callbacks=[by_callback(phased)], accumulate=3)  # four batches in an epoch
+    folder = tmp_path / "phased"
+    module = fitted(Classifier(), folder, callbacks=[by_callback(phased)], accumulate=3)  # four batches in an epoch
     assert runtime_of(module.net).settings.total_forwards == runtime_of(module.net).count == 8
+    resume = {"resume": folder / "epoch=0.ckpt", "accumulate": 3}
+    fitted(Classifier(), folder, callbacks=[by_callback(phased)], **resume)
+    with pytest.raises(Mismatch, match="was written for a training of 8 forwards, this one has 12"):
+        fitted(Classifier(), folder, callbacks=[by_callback(phased)], epochs=3, **resume)
 
 
 class Two(Classifier):
