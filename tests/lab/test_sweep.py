@@ -603,13 +603,16 @@ def test_a_database_of_something_else_is_left_alone(folder, url, table10):
 
 
 def test_a_database_is_in_its_folder_and_reading_makes_none(folder, table10):
-    for name in ("a?b", "a?c", "50%20", "h#x"):
+    for name in ("a?b", "a?c", "50%20", "h#x", "plain"):
         (folder / name).mkdir()
         make(database.url_of(folder / name), table10, name=name)
         assert [results.name for results in read([str(folder / name)], None)] == [name]
-    assert sorted(path.name for path in folder.iterdir()) == ["50%20", "a?b", "a?c", "h#x"]
-    with pytest.raises(Error, match="does not exist"):
-        read([f"sqlite:///{folder / 'absent.db'}"], None)
+    assert sorted(path.name for path in folder.iterdir()) == ["50%20", "a?b", "a?c", "h#x", "plain"]
+    (results,) = read([f"sqlite:///file:{folder / 'plain' / 'sweep.db'}?mode=ro&uri=true"], None)
+    assert results.name == "plain"
+    for url in (f"sqlite:///{folder / 'absent.db'}", f"sqlite:///file:{folder / 'absent.db'}?uri=true"):
+        with pytest.raises(Error, match="does not exist"):
+            read([url], None)
     assert not (folder / "absent.db").exists()
 
 

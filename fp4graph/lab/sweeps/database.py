@@ -8,12 +8,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from optuna.exceptions import StorageInternalError
 from optuna.storages import BaseStorage, RDBStorage
 from sqlalchemy import create_engine, inspect
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.util import asbool
 
 from fp4graph.errors import Error, install
 
@@ -50,8 +52,7 @@ class Storage(RDBStorage):
         self.shown, kind = parsed.render_as_string(hide_password=True), parsed.get_backend_name()
         if parsed.drivername in ("postgres", "postgresql"):
             parsed, kind = parsed.set(drivername="postgresql+psycopg"), "postgresql"
-        if kind == "sqlite" and parsed.database:
-            file = Path(parsed.database)
+        if kind == "sqlite" and (file := _file_of(parsed)) is not None:
             if not file.parent.is_dir():
                 raise Error(f"{self.shown}: folder {str(file.parent)!r} does not exist; make it, or give another file")
             if existing and not file.is_file():  # connecting would make the file
@@ -104,6 +105,15 @@ class Storage(RDBStorage):
     def begin_heartbeats(self, trial_id: int) -> None:
         """Record the first heartbeat of another worker's trial; raise :class:`Away` if the database does not answer."""
         self.patiently(lambda: super(Storage, self).record_heartbeat(trial_id))
+
+
+def _file_of(url: URL) -> Path | None:
+    """Return the file of an SQLite database, or None for a database in memory. With ``uri=true`` SQLAlchemy hands
+    ``file:...`` to SQLite, which reads it as a URI."""
+    name = url.database or ""
+    if name.startswith("file:") and asbool(url.query.get("uri", False)):
+        name = "" if url.query.get("mode") == "memory" else unquote(urlsplit(name).path).removeprefix(":memory:")
+    return Path(name) if name else None
 
 
 def _patient(name: str) -> Callable[..., Any]:
