@@ -37,7 +37,7 @@ class Names:
     """
 
     def __init__(self, root: nn.Module | None) -> None:
-        self._modules: dict[int, str] = {}
+        self._modules: dict[int, list[str]] = {}
         self._owners: dict[int, list[Owner]] = {}
         self._buffers: dict[int, Owner] = {}
         self._infos: dict[str, ModuleInfo] = {}
@@ -47,7 +47,7 @@ class Names:
         if root is not None:
             self._infos = describe_modules(root)
             for name, module in root.named_modules(remove_duplicate=False):
-                self._modules.setdefault(id(module), name)
+                self._modules.setdefault(id(module), []).append(name)
                 self._by_name[name] = module
                 for parameter_name, parameter in module._parameters.items():
                     if parameter is not None:
@@ -90,15 +90,20 @@ class Names:
         role = None if module is None else role_of(f"{module}.{parameter or ''}".strip("."), self._infos, self._heads)
         role = None if role == "router" and op == "grouped" else role  # experts in a module that is called a router
         block = None if role == "head" and "" in self.blocks else self.block(module)  # a head is not in the one block
-        return SiteView(module, op, *sizes, block, producer, role)
+        names = () if module is None else self._modules.get(id(self._by_name.get(module)), ())
+        return SiteView(module, op, *sizes, block, producer, role, tuple(name for name in names if name != module))
 
     def name(self, module: nn.Module) -> str | None:
         """Return the fully qualified name of a module of the model; None for any other."""
-        return self._modules.get(id(module))
+        return self._first(id(module))
+
+    def _first(self, module: int) -> str | None:
+        """Return the first name of the module with this id, or None."""
+        return next(iter(self._modules.get(module, ())), None)
 
     def counterpart(self, key: str, old: str, new: str) -> str:
         """Return the id of the module whose place in module ``new`` is that of module ``key`` in module ``old``."""
-        name, outer, other = (self._modules.get(int(each.partition("@")[0]), "") for each in (key, old, new))
+        name, outer, other = (self._first(int(each.partition("@")[0])) or "" for each in (key, old, new))
         module = self._by_name.get(f"{other}.{name.removeprefix(f'{outer}.')}")
         return key if module is None else str(id(module))
 
@@ -106,7 +111,7 @@ class Names:
         """Return the innermost module that ``node`` was called in, or None."""
         for caller in reversed(module_stack(node)):
             if caller.id in self._modules:
-                return self._modules[caller.id]
+                return self._first(caller.id)
             if not self._by_name:
                 return _path(caller.source)
         return None

@@ -64,12 +64,12 @@ def call_of(site: PlannedSite, product: Product) -> SiteCall:
     """
     found, program = site.found, site.plan.program
     assert program is not None
-    marked, where = found.marked, str(found.view)
+    marked = found.marked
     if any(map(is_sharded, product.values)):
         raise CaptureError(
             "its operands are DTensors (tensor parallelism), and quantizers do not reach across shards; keep this "
             "site in high precision, or use fully_shard or DistributedDataParallel instead",
-            site=where,
+            site=str(found.view),
         )
     key = step = None
     if program.draws and not (program.state and _of_no_layer(found)):
@@ -86,7 +86,7 @@ def call_of(site: PlannedSite, product: Product) -> SiteCall:
     function = site_function(program, product.form, float(product.alpha), float(product.beta))
     inputs = (product.a, product.b, product.addend, key, step)
     keywords = {} if product.ends is None else {"ends": product.ends, "autocast": product.autocast}
-    return SiteCall(function, inputs, _salt(site), state, where, keywords)
+    return SiteCall(function, inputs, _salt(site), state, found.view.name, keywords)
 
 
 def replace(site: PlannedSite) -> set[Node]:

@@ -101,7 +101,7 @@ def compile_sharded(root: nn.Module, weights: Iterable[Weight], backend: Backend
             raise CaptureError(
                 "its weight is a DTensor that nothing gathers for the forward (tensor parallelism), and quantizers "
                 "do not reach across shards; use fully_shard or DistributedDataParallel",
-                site=weight.name,
+                site=weight.place,
             )
     compiled: dict[type, Callable[..., Any]] = {}
     for module in sharded:

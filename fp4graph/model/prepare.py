@@ -108,7 +108,7 @@ class PhasePlan:
             raise CaptureError(
                 f"it is sparse ({parameter.layout}), and quantizers take dense tensors; make it dense (to_dense()), or "
                 f"{rule_that_keeps(op, fqn)}",
-                site=weight.name,
+                site=weight.place,
             )
         return weight
 

@@ -119,7 +119,7 @@ class Weight:
                 scales differ from those that techniques compute.
         """
         if not self.is_held:  # parametrizations that join between forwards have the model planned anew
-            raise CaptureError(COMPUTED_INSIDE, site=self.name)
+            raise CaptureError(COMPUTED_INSIDE, site=self.place)
         site, stored = use.site, self.stored
         if site.op == "linear" and stored.dim() == 3 and site.numel is not None and site.numel < stored.numel():
             # A loop multiplies with one matrix of the stack at a time, so each expert has its own statistics.
@@ -132,7 +132,7 @@ class Weight:
             raise CaptureError(
                 f"two products use this weight; rule {earlier.rule.name!r} decides one product and rule "
                 f"{planned.rule.name!r} the other, but techniques act on the weight itself; let one rule decide both",
-                site=self.name,
+                site=self.place,
             )
         turned, self.autocast = self.stored_transposed != use.transposed, use.autocast
         self._captured, self._settled, self.stored_transposed = True, planned, use.transposed
@@ -154,7 +154,7 @@ class Weight:
                 f"technique {names[0]} quantizes this parameter as one matrix at the optimizer's step, and a product "
                 "multiplies with a part or another shape of it, which has other scales. Give each product a parameter "
                 "of its own, drop the technique, or write a rule that keeps the product",
-                site=self.name,
+                site=self.place,
             )
 
     def require_settled(self) -> None:
@@ -164,7 +164,7 @@ class Weight:
             raise CaptureError(
                 f"whether rule {names} decides this weight depends on what computes the input of its product, and no "
                 "product with the weight was captured; tell the rules apart by module instead of producer",
-                site=self.name,
+                site=self.place,
             )
 
     @property
@@ -203,6 +203,11 @@ class Weight:
         return f"{self.fqn}.{self.parameter_name}" if self.fqn else self.parameter_name
 
     @property
+    def place(self) -> str:
+        """The name with the other names of the module, for errors."""
+        return f"{self.name}{self.view.aliases}"
+
+    @property
     def stored(self) -> Tensor:
         """The parameter that the module holds now: under FSDP it is sharded or gathered; if a source gives the weight,
         it has no data."""
@@ -213,7 +218,7 @@ class Weight:
             raise CaptureError(
                 "the module no longer has this parameter, as after weight_norm, spectral_norm or pruning; call the "
                 "model, or fp4graph.apply(model, policy) again, and then prepare_optimizer",
-                site=self.name,
+                site=self.place,
             )
         return parameter
 

@@ -37,6 +37,7 @@ class SiteView:
         producer: the operation that made A ("swiglu", "gelu", "layer_norm", "sdpa", ...), or None.
         role: what the product is if not an ordinary layer: "adapter" (LoRA and the like), "router" (its output chooses
             by top-k) or "head" (it makes the model's output); else None.
+        also: the other names of the module, if the model holds it in several places.
     """
 
     module: str | None
@@ -47,11 +48,23 @@ class SiteView:
     block: BlockPosition | None = None
     producer: str | None = None
     role: str | None = None
+    also: tuple[str, ...] = ()
 
     @property
     def multiplies_weight(self) -> bool:
         """True if B is a weight, beside which techniques may keep state."""
         return self.op in ("linear", "grouped", "conv")
 
-    def __str__(self) -> str:
+    @property
+    def name(self) -> str:
+        """The name of the module, for records."""
         return "(root)" if self.module == "" else self.module or f"({self.op} of no module)"
+
+    @property
+    def aliases(self) -> str:
+        """The other names of the module, as errors add them to a name."""
+        more = f" and {len(self.also) - 2} more" if len(self.also) > 2 else ""
+        return f" (also {', '.join(self.also[:2])}{more})" if self.also else ""
+
+    def __str__(self) -> str:
+        return f"{self.name}{self.aliases}"

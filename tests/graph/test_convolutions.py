@@ -222,6 +222,10 @@ def test_noise_differs_by_forward_and_repeats_by_seed():
 def test_techniques_on_weights_are_refused_by_name():
     with pytest.raises(CaptureError, match=r"technique q_ema .*convolutions"):
         applied(Small(), one_rule("q_ema", op="conv"))
+    model = Small()
+    model.a, model.b, model.c = (model.deep for _ in range(3))
+    with pytest.raises(CaptureError, match=r"^deep \(also a, b and 1 more\): .*technique q_ema"):
+        applied(model, one_rule("q_ema", match={"op": "conv", "module": "deep"}))
 
 
 def test_a_convolution_of_three_axes_is_kept():
