@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from fp4graph import torch_internals
 from fp4graph.numerics.sharding import is_sharded
-from fp4graph.technique.site import PRODUCERS
+from fp4graph.policy.match import PRODUCERS
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,16 @@ from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
 from fp4graph.policy.adapters import names_adapters, names_before
 from fp4graph.policy.section import COUNT_OR_SHARE, Count, Globs, OneOrMore, Section, Size, Texts, must_be, wrong
-from fp4graph.technique.site import PRODUCERS, SiteView
+from fp4graph.technique.site import SiteView
 
 Op = Literal["linear", "matmul", "grouped", "sdpa", "conv"]
 Role = Literal["adapter", "router", "head"]
+#: The other names by which Python, Dynamo or torch's methods call an operation, with its name as a producer.
+PRODUCERS = {
+    "truediv": "div", "__rdiv__": "div", "__rtruediv__": "div", "__rsub__": "sub", "mod": "remainder",
+    "__rfloordiv__": "floordiv", "__floordiv__": "floordiv", "__invert__": "invert", "iadd": "add_", "isub": "sub_",
+    "imul": "mul_", "itruediv": "div_",
+}  # fmt: skip
 #: Matches what looks like a range of numbers in a glob, as [0-11]: in a glob it is a set of characters, here 0 and 1.
 _NUMBERS = re.compile(r"\[(!?)(\d\d+-\d+|\d-\d\d+)\]")
 

@@ -4,13 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: The other names by which Python, Dynamo or torch's methods call an operation, with its name as a producer.
-PRODUCERS = {
-    "truediv": "div", "__rdiv__": "div", "__rtruediv__": "div", "__rsub__": "sub", "mod": "remainder",
-    "__rfloordiv__": "floordiv", "__floordiv__": "floordiv", "__invert__": "invert", "iadd": "add_", "isub": "sub_",
-    "imul": "mul_", "itruediv": "div_",
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class BlockPosition:
