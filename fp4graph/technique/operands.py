@@ -12,7 +12,6 @@ Numbering: Q1 to Q6 of TetraJet (Chen et al. 2025, Eq. 3-5). Blocks run along th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
 from enum import StrEnum
 
 
@@ -68,21 +67,3 @@ ADDRESSES: dict[str, tuple[Operand, ...]] = {
     "fprop.other": (Operand.FPROP_WEIGHT,),
     "dgrad.other": (Operand.DGRAD_WEIGHT,),
 }
-
-
-def select(names: Iterable[str], among: Collection[Operand] = tuple(Operand)) -> frozenset[Operand]:
-    """Return the operands that a list of addresses means; a group stands for its members that are in ``among``.
-
-    Raise ValueError if the list is empty, an address is unknown, or an address means no operand in ``among``.
-    """
-    chosen: set[Operand] = set()
-    for name in (names := tuple(names)):
-        meant = set(ADDRESSES.get(name, ())) & set(among)
-        if not meant:
-            problem = "it cannot act on" if name in ADDRESSES else "unknown operand"
-            usable = [address for address, operands in ADDRESSES.items() if set(operands) & set(among)]
-            raise ValueError(f"{problem} {name!r}; choose from {', '.join(usable)}")
-        chosen |= meant
-    if not names:
-        raise ValueError("an empty list of operands; leave the option out, or drop the technique")
-    return frozenset(chosen)

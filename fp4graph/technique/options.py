@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from fp4graph.technique.operands import GROUPS, Operand, select
+from fp4graph.technique.operands import ADDRESSES, GROUPS, Operand
 
 #: A finite number above 0.
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -41,8 +41,23 @@ class OperandList:
         return value
 
     def select(self, value: str | tuple[str, ...]) -> frozenset[Operand]:
-        """Return the operands that a value of the option means."""
-        return frozenset(dict(self.scopes)[value]) if isinstance(value, str) else select(value, self.among)
+        """Return the operands that a value of the option means; a group stands for its members that are in ``among``.
+
+        Raise ValueError if the list is empty, an address is unknown, or an address means no operand in ``among``.
+        """
+        if isinstance(value, str):
+            return frozenset(dict(self.scopes)[value])
+        chosen: set[Operand] = set()
+        for name in value:
+            meant = set(ADDRESSES.get(name, ())) & set(self.among)
+            if not meant:
+                problem = "it cannot act on" if name in ADDRESSES else "unknown operand"
+                usable = [address for address, operands in ADDRESSES.items() if set(operands) & set(self.among)]
+                raise ValueError(f"{problem} {name!r}; choose from {', '.join(usable)}")
+            chosen |= meant
+        if not chosen:
+            raise ValueError("an empty list of operands; leave the option out, or drop the technique")
+        return frozenset(chosen)
 
 
 #: The type of a technique's option that lists operands, by address: ``operands: Operands = Field(("forward",), ...)``.
