@@ -89,7 +89,7 @@ class OutControl(Technique):
         zeros = initial.Constant((channels,))  # recent: the sums of this rank since the last step
         norms = StateEntry("norms", Operand.FPROP_WEIGHT, zeros, weight_like=False)  # s, equal on all ranks
         recent = StateEntry("recent", Operand.FPROP_INPUT, zeros, "graph" if measures else "optimizer", False)
-        split = SplitChannels(options=self, channels=channels, state=(norms, recent) if channels else ())
+        split = SplitChannels(options=self, channels=channels, state=(norms, recent))
         acting = frozenset({Operand.FPROP_INPUT} if measures and site.multiplies_weight else ())
         measure = (MeasureChannels(options=self, operands=acting),) if acting else ()
         return split, *measure, SumOverRanks(options=self, operands=acting)

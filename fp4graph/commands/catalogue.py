@@ -21,10 +21,10 @@ from pydantic_core import to_jsonable_python
 
 from fp4graph.errors import Error
 from fp4graph.policy import Phase, Policy, Rule, load_policy, plan_specs
-from fp4graph.policy.rule import DEFAULT
+from fp4graph.policy.rule import DEFAULT, plans
 from fp4graph.policy.validation import keys
 from fp4graph.policy.words import spec_words
-from fp4graph.technique import STAGES, OperandSpecs, Part, Technique, plans
+from fp4graph.technique import STAGES, OperandSpecs, Part, Technique
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.options import OperandList
 from fp4graph.technique.registry import GROUP, Registry

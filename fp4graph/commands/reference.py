@@ -26,7 +26,8 @@ from fp4graph.commands import catalogue
 from fp4graph.commands.catalogue import COLUMNS, default_of, loadable_policies, one_line, option_fields, weight_of
 from fp4graph.policy import Policy
 from fp4graph.policy.editor import json_schema
-from fp4graph.technique import OPTIMIZER_STAGES, Technique, checked_plan, gemms_at, operands_at, parts_of
+from fp4graph.policy.rule import checked_plan
+from fp4graph.technique import OPTIMIZER_STAGES, Technique, gemms_at, operands_at, parts_of
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.registry import Registry
 from fp4graph.technique.site import SiteView

@@ -24,12 +24,14 @@ from fp4graph.graph.refusals import COMPUTED_INSIDE, rule_that_keeps
 from fp4graph.graph.site import Site, WeightUse
 from fp4graph.kernels.machine import Machine
 from fp4graph.numerics.spec import QuantSpec
+from fp4graph.ops import contract
 from fp4graph.ops.gemm import Apart, GemmProgram, MatmulProgram
 from fp4graph.ops.lower import lower
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.schedule import Schedule, Setting
 from fp4graph.ops.state import StateSlot
 from fp4graph.policy import DEFAULT_INDEX, Decision, Policy, Rule, plan_specs
+from fp4graph.policy.rule import checked_plan
 from fp4graph.policy.techniques import require_one_element
 from fp4graph.technique import (
     ChannelSplit,
@@ -39,7 +41,6 @@ from fp4graph.technique import (
     Partition,
     Technique,
     Wrapper,
-    checked_plan,
     parts_of,
 )
 from fp4graph.technique.operands import Gemm, Operand
@@ -136,7 +137,8 @@ class _Planning:
         chosen = {split: partition for split in splits if (partition := self._partition(split, specs)) is not None}
         if chosen:
             split = refusals.require_alone(program, list(chosen), site, rule)
-            program = self._with_partition(program, split, chosen[split])
+            with contract.at(str(site)):
+                program = self._with_partition(program, split, chosen[split])
         return Plan(ordered, program)
 
     def _specs(self, technique: Technique, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
@@ -177,9 +179,11 @@ class _Planning:
             reuses = right is None and gemm.operands[1] in self.rule.reuses
             return GemmProgram(gemm.gemm, OperandProgram(left), OperandProgram(right, reuses=reuses))
 
-        labels = [(slot.technique, slot.label) for slot in program.state]
+        labels, label = [(slot.technique, slot.label) for slot in program.state], (split.name, partition.entry)
+        if label not in labels:
+            raise contract.broken(split, "partition", f"names entry {label[1]!r}, which fprop.weight lacks")
         chosen = MatmulProgram(part(program.fprop), program.dgrad, part(program.wgrad))
-        apart = Apart(labels.index((split.name, partition.entry)), partition.count, chosen)
+        apart = Apart(labels.index(label), partition.count, chosen)
         return dataclasses.replace(program, apart=apart)
 
     def _of_each_expert(self, program: OperandProgram, operand: Operand) -> OperandProgram:

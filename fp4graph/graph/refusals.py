@@ -12,7 +12,7 @@ from fp4graph.graph.blocks import pattern_of
 from fp4graph.ops.gemm import MatmulProgram
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.policy import Rule
-from fp4graph.technique import ChannelSplit, Part
+from fp4graph.technique import TENSOR_STAGES, BlockScale, ChannelSplit, Part
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.site import SiteView
 
@@ -57,7 +57,7 @@ def require_each_expert(program: OperandProgram, operand: Operand, site: SiteVie
     spec = program.spec
     if spec is None or not reaches_across(program, operand):
         return
-    causes = list(dict.fromkeys(part.name for part in program.parts if part.sees_blocks))
+    causes = list(dict.fromkeys(part.name for part in program.parts if _sees_blocks(part)))
     causes += [f"{spec.scale.rounding} rounding of scales"] if spec.scale.rounding == "stochastic" else []
     causes += ["a choice between elements"] if spec.others else []
     if causes:
@@ -69,6 +69,13 @@ def reaches_across(program: OperandProgram, operand: Operand) -> bool:
     """Return whether the policy's blocks of an operand would reach from one expert into the next."""
     block = None if program.spec is None else program.spec.block
     return block == "tensor" or (block == "row" and operand.gemm is Gemm.WGRAD)
+
+
+def _sees_blocks(part: Part) -> bool:
+    """Return whether the result of a part depends on how an operand is cut into blocks."""
+    divides_groups = isinstance(part, BlockScale) and part.group_granularity is not None
+    after_cutting = (stage for stage in TENSOR_STAGES if stage not in ("split", "after"))
+    return divides_groups or (part.mixes != "none" and any(map(part.acts_at, after_cutting)))
 
 
 def require_no_weight_techniques(site: SiteView, rule: Rule, keeping: Iterable[Part]) -> None:

@@ -15,7 +15,8 @@ import yaml
 from fp4graph.errors import Error, suggest
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.policy import KEPT, Expect, Policy, Rule, Specs, load_policy
-from fp4graph.technique import Technique, acts_at, checked_plan, gemms_at, operands_at, plans
+from fp4graph.policy.rule import checked_plan, plans
+from fp4graph.technique import Technique, acts_at, gemms_at, operands_at
 from fp4graph.technique.operands import ADDRESSES, GROUPS, Gemm, Operand
 from fp4graph.technique.site import SiteView
 

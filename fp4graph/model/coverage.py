@@ -20,9 +20,9 @@ from fp4graph.model.capture import Capture
 from fp4graph.model.prepare import PhasePlan
 from fp4graph.policy import CLOSING, DEFAULT_INDEX, NAMED_ROLES, Policy
 from fp4graph.policy.document import Place
-from fp4graph.policy.rule import DISTINGUISHED_PRODUCERS
+from fp4graph.policy.rule import DISTINGUISHED_PRODUCERS, plans
 from fp4graph.policy.techniques import acts
-from fp4graph.technique import Technique, plans
+from fp4graph.technique import Technique
 from fp4graph.technique.operands import Gemm
 
 #: A captured site, and the names of the modules that its graph serves, the site's own module first.

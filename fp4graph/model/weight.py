@@ -49,10 +49,19 @@ class PlannedWeight:
 
 def _slots(possible: Iterable[PlannedWeight], name: str) -> tuple[StateSlot, ...]:
     """Return every slot that a ``possible`` decision needs, once; raise CaptureError if two with one name differ."""
-    slots: dict[tuple[str, str], tuple[StateSlot, Rule]] = {}
+    slots: dict[str, tuple[StateSlot, Rule]] = {}
     for planned in possible:
         for slot in () if planned.plan.program is None else planned.plan.program.state:
-            first, rule = slots.setdefault((slot.technique, slot.label), (slot, planned.rule))
+            buffer = f"{slot.technique}_{slot.label}"
+            first, rule = slots.setdefault(buffer, (slot, planned.rule))
+            if (first.technique, first.entry.name, first.entry.operand) != (
+                slot.technique, slot.entry.name, slot.entry.operand,
+            ):  # fmt: skip
+                raise CaptureError(
+                    f"entry {first.entry.name!r} of technique {first.technique} and entry {slot.entry.name!r} of "
+                    f"{slot.technique} would share a buffer, {buffer}; rename one of the entries",
+                    site=name,
+                )
             if dataclasses.replace(first.entry, init=slot.entry.init) != slot.entry:
                 raise CaptureError(
                     f"rules {rule.name!r} and {planned.rule.name!r} may both decide this weight, and keep different "

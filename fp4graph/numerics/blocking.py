@@ -207,6 +207,13 @@ class Groups:
     blocking: Blocking
     granularity: Granularity | None = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.granularity, str) and self.granularity not in ("all", "tensor", "row"):
+            raise ValueError(f"unknown granularity {self.granularity!r}; choose all, tensor, row or a number")
+        block = self.blocking.block
+        if isinstance(self.granularity, int) and not isinstance(block, str) and self.granularity % block_length(block):
+            raise ValueError(f"groups of {self.granularity} elements are not made of whole blocks of {block}")
+
     def reduce(self, x: Tensor, op: Literal["amax", "sum"], fill: float = 0) -> Tensor:
         """Return ``x``, a statistic, reduced over each group; the result broadcasts to a statistic.
 

@@ -221,5 +221,8 @@ class Noise:
 
     def _derived(self, salt: int) -> Tensor:
         if self.key is None:
-            raise ValueError("stochastic rounding needs random bits: pass a key (an int or a tensor from make_key)")
+            raise ValueError(
+                "stochastic rounding needs random bits: pass a key (an int or a tensor from make_key); the part of a "
+                "technique declares draws = True"
+            )
         return derive(self.key, salt)

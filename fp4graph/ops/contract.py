@@ -176,13 +176,15 @@ def lines(part: Part, stage: str, operand: Any, like: Tensor) -> Tensor:
 
 
 def broadcastable(part: Part, stage: str, result: Any, like: Tensor) -> Tensor:
-    """Return ``result``, checked to be a tensor that broadcasts to the shape of ``like`` and has its dtype."""
+    """Return ``result``, checked to be a tensor of the dtype of ``like`` that broadcasts to its shape. Unless it
+    is one number, it must be on the device of ``like``."""
     tensor = _float(part, stage, result)
     sizes = zip(reversed(tensor.shape), reversed(like.shape), strict=False)
     if tensor.dim() > like.dim() or not all(statically_known_true(size == 1) or size == due for size, due in sizes):
         raise broken(part, stage, f"returned shape {_shape(tensor)}, which does not broadcast to {_shape(like)}")
-    if tensor.dtype is not like.dtype:
-        raise broken(part, stage, f"returned {tensor.dtype} where {like.dtype} is due")
+    if tensor.dtype is not like.dtype or not (tensor.device == like.device or is_scalar(tensor)):
+        due = f"{like.dtype} on {like.device}"
+        raise broken(part, stage, f"returned {tensor.dtype} on {tensor.device} where {due} is due")
     return tensor
 
 
@@ -204,11 +206,15 @@ def require_granularity(part: BlockScale, gamma: Tensor, asked: Sequence[Groups]
 
 
 def along_last(part: Part, stage: str, result: Any, like: Tensor) -> Tensor:
-    """Return ``result``, checked to be a tensor of the shape of ``like`` except for the length of the last axis."""
+    """Return ``result``, checked to be a tensor of the shape of ``like`` except for the length of the last axis, on its
+    device, and of its dtype or fp32."""
     tensor = _float(part, stage, result)
     if tensor.dim() != like.dim() or tensor.shape[:-1] != like.shape[:-1]:
         due = ", ".join([*map(str, like.shape[:-1]), "..."])
         raise broken(part, stage, f"returned shape {_shape(tensor)} where ({due}) is due")
+    if tensor.device != like.device or tensor.dtype not in (like.dtype, torch.float32):
+        due = " or ".join(dict.fromkeys((str(like.dtype), "torch.float32")))
+        raise broken(part, stage, f"returned {tensor.dtype} on {tensor.device} where {due} on {like.device} is due")
     return tensor
 
 
@@ -233,6 +239,8 @@ def initial(technique: Technique, entry: StateEntry, weight_name: str) -> Callab
             raise broken(technique, f"state {entry.name!r}", message)
         if case is not None:
             _initials[case] = value.shape, value.dtype
+        elif value.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr():
+            value = value.clone()  # else the entry would be the weight, and writing one would change the other
         return value
 
     return init

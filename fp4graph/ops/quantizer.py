@@ -116,6 +116,8 @@ class Quantizer:
                 raise contract.broken(part, "group_scale", "must return γ, (γ, statistic of x/γ) or None")
             gamma, divided_z = answer if isinstance(answer, tuple) else (answer, None)
             gamma = contract.broadcastable(part, "group_scale", gamma, z)
+            if proportional and not asked:
+                raise contract.broken(part, "group_scale", "normalizes, and asked group() for no g")
             contract.require_granularity(part, gamma, [groups for _, groups in asked], self.segments)
             # Division rounds monotonically, so the largest quotient is the quotient of the largest.
             z = z / gamma if divided_z is None else contract.same(part, "group_scale", divided_z, z)

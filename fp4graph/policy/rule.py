@@ -9,7 +9,7 @@ from fp4graph.errors import PolicyError
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.policy.document import Place
 from fp4graph.policy.match import Match
-from fp4graph.technique import OperandSpecs, Technique, checked_plan
+from fp4graph.technique import OperandSpecs, Technique
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
 
@@ -109,6 +109,28 @@ class Decision:
 
     rule: Rule
     index: int
+
+
+def plans(technique: Technique | type[Technique]) -> bool:
+    """Return whether a technique overrides :meth:`Technique.plan`."""
+    cls = technique if isinstance(technique, type) else type(technique)
+    return cls.plan is not Technique.plan
+
+
+def checked_plan(technique: Technique, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
+    """Return the result of :meth:`Technique.plan`; raise TypeError unless it maps all six operands to specs or None."""
+    result = technique.plan(site, specs)
+    if result is None:
+        return specs
+    if not isinstance(result, Mapping):
+        raise TypeError(f"plan() must return a mapping of operands to specs; got {result!r}")
+    if set(result) != set(Operand):
+        wrong = sorted({str(key) for key in {*result} ^ {*Operand}})
+        raise TypeError(f"plan() must return all six operands and nothing else; wrong or missing: {', '.join(wrong)}")
+    for operand, spec in result.items():
+        if not isinstance(spec, QuantSpec | None):
+            raise TypeError(f"plan() must return a QuantSpec or None for each operand; got {spec!r} for {operand}")
+    return result
 
 
 def plan_specs(

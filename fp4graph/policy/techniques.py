@@ -13,7 +13,7 @@ from fp4graph.errors import Error, PluginError, PolicyWarning, suggest
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.policy.document import Node
 from fp4graph.policy.match import Match
-from fp4graph.policy.rule import DISTINGUISHED_PRODUCERS, Specs, plan_specs
+from fp4graph.policy.rule import DISTINGUISHED_PRODUCERS, Specs, checked_plan, plan_specs, plans
 from fp4graph.policy.schema import TechniqueEntry
 from fp4graph.policy.validation import Path, refuse_contested, shown, validate
 from fp4graph.policy.words import dotted
@@ -23,11 +23,9 @@ from fp4graph.technique import (
     OperandSpecs,
     Technique,
     acts_at,
-    checked_plan,
     gemms_at,
     operands_at,
     parts_of,
-    plans,
 )
 from fp4graph.technique.operands import ADDRESSES
 from fp4graph.technique.registry import Registry
@@ -205,7 +203,10 @@ class TechniqueResolver:
 
         planned = plan_specs(by_name.values(), site, specs, plan)
         for declared in techniques:
-            self._call(declared, "check", partial(declared.technique.check, planned, by_name))
+            answer: object = self._call(declared, "check", partial(declared.technique.check, planned, by_name))
+            if answer is not None:
+                plugin = self._registry.origin(declared.name)
+                raise PluginError(f"check() must raise ValueError or return None; got {answer!r}", plugin=plugin)
         for declared in techniques:
             self._call(declared, "parts", partial(require_one_element, declared.technique, site, planned))
             if self._call(declared, "parts", partial(acts, declared.technique, site, planned)):

@@ -36,13 +36,11 @@ from fp4graph.technique.site import BlockPosition, SiteView
 from fp4graph.technique.technique import (
     Technique,
     acts_at,
-    checked_plan,
     draws,
     gemms_at,
     hooks_of,
     operands_at,
     parts_of,
-    plans,
 )
 from fp4graph.technique.updates import OptimizerStep, WeightUpdate
 
@@ -63,5 +61,5 @@ __all__ = [
     "ForwardOperands", "Gemm", "Gradient", "GroupScale", "Mixes", "Operand", "OperandList", "OperandSpecs", "Operands",
     "OptimizerHook", "OptimizerStep", "Overhead", "PairTransform", "Part", "Partition", "Positive", "ProductOperation",
     "Quantization", "Rounding", "Share", "SiteView", "StateEntry", "Technique", "WeightUpdate", "Wrapper", "acts_at",
-    "check_kind", "checked_plan", "draws", "gemms_at", "hookimpl", "hooks_of", "operands_at", "parts_of", "plans",
+    "check_kind", "draws", "gemms_at", "hookimpl", "hooks_of", "operands_at", "parts_of",
 ]  # fmt: skip

@@ -32,8 +32,8 @@ class Context:
         constant: random bits of this technique at this operand, the same at every forward.
         count: forwards with gradients so far, int32, 0-d; None unless the part ``draws``.
         draw: the source of the random bits; None unless the part ``draws``.
-        state: the technique's entries for this operand, by name; ``weight_like`` entries are fp32 and have the blocked
-            layout or, for a ``Wrapper``, the operand's.
+        state: the technique's entries for this operand, by name, each in the dtype of its ``init``; ``weight_like``
+            entries have the blocked layout or, for a ``Wrapper``, the operand's.
         spec: the operand's spec; None for pair transforms, which serve two operands.
         gemm: the product whose operands a pair transform gets; None for other stages.
         normalized: the granularity of the statistic g by which a part that ``normalizes`` divides this operand, as in
@@ -82,7 +82,8 @@ class Context:
 
     def bits(self, count: int, constant: bool = False) -> Tensor:
         """Return ``count`` words of 32 random bits, int32: :func:`fp4graph.numerics.noise.hash_bits` of the indices
-        below ``count`` under the key of :attr:`noise`, or with ``constant`` under that of :attr:`constant`."""
+        below ``count`` under the key of :attr:`noise`, or with ``constant`` under that of :attr:`constant`. Further
+        calls return the same bits."""
         return self._source(constant).bits(count)
 
     def gaussian(self, count: int, constant: bool = False) -> Tensor:
@@ -92,7 +93,7 @@ class Context:
 
     def _source(self, constant: bool) -> Draw:
         if self.draw is None:
-            raise ValueError("random bits need a key: the technique must say that it draws")
+            raise ValueError("random bits need a key: declare draws = True in the part")
         return self.draw.fixed if constant else self.draw
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.technique.operands import Operand
+from fp4graph.technique.operands import GROUPS, Operand
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 OperandSpecs = Mapping[Operand, "QuantSpec | None"]
 #: The elements that may change what a technique does to an element of the same operand; each includes the ones before.
 Mixes = Literal["none", "block", "expert", "tensor"]
+#: The sides that may change an entry of state.
+Writer = Literal["optimizer", "graph", "siblings"]
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,11 @@ class Overhead:
 class StateEntry:
     """A tensor that a technique keeps in the model for each weight it acts on, as a buffer of the weight's module.
 
-    Tensor stages read the entry as ``context.state[name]``, stages of the optimizer as ``WeightUpdate.state[name]``.
-    The buffer and ``WeightUpdate.state`` have the layout in which the module stores its weight: ``[K, N]`` for Hugging
-    Face's Conv1D, ``[N, K]`` otherwise. Tensor stages get a ``weight_like`` entry as they get the operand: transposed,
-    rotated and cut into blocks like the weight. Under FSDP2 its buffer is a DTensor, sharded like the weight, and is
-    gathered inside the graph; ``WeightUpdate.state`` holds the DTensor. Floating-point buffers keep their dtype
-    whatever ``model.to`` says. A tensor that only the optimizer's stages read belongs into ``WeightUpdate.memory``.
+    Parts that act on ``operand`` read the entry as ``context.state[name]``, a ``weight_like`` one as they get the
+    operand: transposed, rotated and cut into blocks. Hooks read it in ``WeightUpdate.state``, in the layout in which
+    the module stores its weight: ``[K, N]`` for Hugging Face's Conv1D, ``[N, K]`` otherwise; under FSDP2 as a DTensor,
+    sharded like the weight, if it is ``weight_like``. Floating-point buffers keep their dtype whatever ``model.to``
+    says. A tensor that only the optimizer's stages read belongs into ``WeightUpdate.memory``.
 
     Attributes:
         name: the name of the entry; the buffer's name begins with the technique's (and the operand's, unless that is
@@ -58,10 +59,23 @@ class StateEntry:
     name: str
     operand: Operand
     init: Callable[[Tensor], Tensor]
-    writer: Literal["optimizer", "graph", "siblings"] = "optimizer"
+    writer: Writer = "optimizer"
     weight_like: bool = True
     canonical: bool = False
     families: tuple[tuple[str, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise TypeError for a field of another type, and for fields that contradict one another."""
+        for holds, rule in (
+            (isinstance(self.name, str) and self.name.isidentifier(), "the name must be a Python identifier"),
+            (isinstance(self.operand, Operand), f"operand must be an Operand; got {self.operand!r}"),
+            (callable(self.init), "init must be a function of the weight"),
+            (self.writer in get_args(Writer), f"writer must be one of {', '.join(get_args(Writer))}"),
+            (not self.weight_like or self.operand in GROUPS["weights"], "give weight_like=False beside an activation"),
+            (self.weight_like or not self.canonical, "canonical needs weight_like=True"),
+        ):
+            if not holds:
+                raise TypeError(f"state {self.name!r}: {rule}")
 
 
 @dataclass(frozen=True)
@@ -88,3 +102,11 @@ class Partition:
     entry: str
     count: int
     specs: tuple[tuple[Operand, QuantSpec | None], ...]
+
+    def __post_init__(self) -> None:
+        """Raise TypeError unless ``count`` is a whole number, and ``specs`` pairs of an operand and a spec or None."""
+        pairs = dict(self.specs).items()
+        if not all(isinstance(operand, Operand) and isinstance(spec, QuantSpec | None) for operand, spec in pairs):
+            raise TypeError(f"specs must be pairs (Operand, QuantSpec or None); got {self.specs!r}")
+        if not isinstance(self.count, int):
+            raise TypeError(f"count must be a whole number of channels; got {self.count!r}")

@@ -33,7 +33,7 @@ class Part:
     Attributes:
         options: the technique that the part belongs to: its options by name.
         operands: the operands on which the part acts. None stands for the forward weight if the technique acts
-            ``on_weight``, and else for the operands that its options list.
+            ``on_weight``, and else for those of the operands that its options list at which this kind of part can act.
         mixes: what the result of an element depends on, besides γ and a ``block_rotation``: "none", the element and its
             scale; "block", its block; "expert", the operand, in a grouped product the tokens of its expert; "tensor",
             the operand, so that grouped products refuse the part. Every class with tensor methods declares it.
@@ -41,14 +41,14 @@ class Part:
         counts: whether the result depends on the number of an operand's elements or blocks, as a quantile does. The
             engine then refuses the part at the operands of wgrad in a grouped product, where zeros fill up the tokens
             of an expert.
-        state: the tensors that the technique keeps for a weight. All parts of a technique may read them, and only one
-            needs to list them.
+        state: the tensors that the technique keeps for a weight; one of its parts lists each.
     """
 
     stages: ClassVar[tuple[str, ...]] = ("observe",)  # the methods of the kind, in the order in which they act
     acted: ClassVar[frozenset[str]] = frozenset()  # the methods that a class defines
     required: ClassVar[frozenset[str]] = frozenset()  # the methods that a class must define
     kind: ClassVar[str] = "Part"  # the name of the class of this module that a part derives from
+    among: ClassVar[frozenset[Operand]] = frozenset(Operand)  # the operands at which the kind can act
 
     options: Any
     mixes: Mixes = "tensor"
@@ -59,7 +59,7 @@ class Part:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        inherited = cls.__dataclass_fields__.keys()
+        inherited = {field.name for field in fields(cls)}
         annotations = get_annotations(cls)
         for name in inherited & vars(cls).keys() - annotations.keys():
             if isinstance(vars(cls)[name], property | FunctionType):
@@ -69,8 +69,11 @@ class Part:
         dataclass(frozen=True, kw_only=True, repr=False)(cls)
         if cls.__module__ == __name__:
             cls.kind = cls.__name__
-        else:
-            cls._check_class()
+            return
+        added = {field.name for field in fields(cls)} - {*inherited, "period"}
+        if taken := added & {*vars(Part), *STAGES}:
+            raise TypeError(f"{cls.__name__} has a field {min(taken)}, which is a member of parts; rename the field")
+        cls._check_class()
 
     @classmethod
     def _check_class(cls) -> None:
@@ -136,11 +139,6 @@ class Part:
         """The number of elements along the contraction axis that are treated together."""
         return 1
 
-    @property
-    def sees_blocks(self) -> bool:
-        """True if the result depends on how an operand is cut into blocks."""
-        return self.mixes != "none" and any(self.acts_at(stage) for stage in TENSOR_STAGES)
-
     def acts_at(self, stage: str) -> bool:
         """Return whether the part acts at ``stage``."""
         return stage in self.acted
@@ -161,8 +159,8 @@ class PairTransform(Part):
 
     stages: ClassVar[tuple[str, ...]] = ("pair_context", "transform", "inverse")
     required: ClassVar[frozenset[str]] = frozenset({"transform", "inverse"})
+    among: ClassVar[frozenset[Operand]] = frozenset()  # ``gemms`` says where it acts
     gemms: frozenset[Gemm] = frozenset(Gemm)
-    operands: frozenset[Operand] | None = frozenset()
     block_rotation: int | None = None
 
     @property
@@ -191,10 +189,6 @@ class Wrapper(Part):
 
     stages: ClassVar[tuple[str, ...]] = ("split", "around", "after", "observe")
     draws_in_evaluation: bool = False
-
-    @property
-    def sees_blocks(self) -> bool:
-        return super().sees_blocks and (self.acts_at("around") or self.acts_at("observe"))
 
     def split(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None] | None:
         """Return ``x`` as (part to quantize, residual or None), both of its dtype; the residual is multiplied apart, in
@@ -232,14 +226,20 @@ class BlockScale(Part):
     constant: bool = False
     normalizes: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name, granularity, divides = type(self).__name__, self.group_granularity, self.acts_at("group_scale")
+        if granularity not in (None, "tensor", "all", "row") and not (isinstance(granularity, int) and granularity > 0):
+            raise TypeError(f"{name} has group_granularity {granularity!r}; choose 'tensor', 'all', 'row' or a number")
+        if self.mixes == "none" and divides and granularity is None:
+            raise TypeError(f"{name} declares mixes = 'none' and no group_granularity of its γ; declare it")
+        if self.normalizes and not (divides and granularity is not None):
+            raise TypeError(f"{name} normalizes, and lacks a method group_scale or the group_granularity of its γ")
+
     @property
     def period(self) -> int:
         """The length of the groups that share a γ."""
         return self.group_granularity if isinstance(self.group_granularity, int) else 1
-
-    @property
-    def sees_blocks(self) -> bool:
-        return self.group_granularity is not None or super().sees_blocks
 
     def block_statistic(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:
         """Return the block statistic Z, shape of ``z``: the block amax, unless an earlier technique changed it."""
@@ -288,6 +288,7 @@ class Gradient(Part):
     (:mod:`fp4graph.ops.gradient`). A factor that is None is the factor of the straight-through estimator."""
 
     stages: ClassVar[tuple[str, ...]] = ("element_surrogate", "scale_surrogate", "statistic_gradient", "group_gradient")
+    among: ClassVar[frozenset[Operand]] = frozenset(Gemm.FPROP.operands)
 
     def element_surrogate(self, ratio: Tensor, context: Context) -> Tensor | None:
         """Return the surrogate Q'(u) at ``ratio = u``; None is 1."""
@@ -307,7 +308,7 @@ class ChannelSplit(Part):
     """Has some input channels of a linear layer multiplied apart, under other specs."""
 
     stages: ClassVar[tuple[str, ...]] = ("partition",)
-    operands: frozenset[Operand] | None = frozenset()
+    among: ClassVar[frozenset[Operand]] = frozenset()
 
     def partition(self, specs: OperandSpecs) -> Partition | None:
         """Return the channels and their specs, or None; ``specs`` are the site's, after every technique's ``plan``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
 from importlib.resources import files
@@ -12,14 +13,22 @@ from types import MappingProxyType
 from typing import Any
 
 import pluggy
+from pydantic import ValidationError
 
 from fp4graph.errors import PluginError
 from fp4graph.numerics import formats
 from fp4graph.technique import hookspecs
+from fp4graph.technique.facts import Overhead
+from fp4graph.technique.parts import STAGES
 from fp4graph.technique.product import ProductOperation
-from fp4graph.technique.technique import Technique, old_style
+from fp4graph.technique.technique import Technique
 
 GROUP = "fp4graph"
+#: Members that technique classes of an earlier version had, and that parts have today.
+_FORMER = (
+    *STAGES, "state", "acts_on", "pairs", "for_operand", "mixes", "counts", "draws", "draws_in_evaluation",
+    "group_granularity", "normalizes", "block_rotation", "on_experts", "by_block", "by_expert", "divides_by",
+)  # fmt: skip
 
 
 class Registry:
@@ -39,13 +48,14 @@ class Registry:
             because nobody can tell which of the two is meant.
     """
 
-    def __init__(self, plugins: Iterable[tuple[str, object]] = (), *, entry_point_group: str | None = GROUP) -> None:
+    def __init__(self, plugins: Iterable[tuple[str, Any]] = (), *, entry_point_group: str | None = GROUP) -> None:
         self._manager = pluggy.PluginManager("fp4graph")
         self._manager.add_hookspecs(hookspecs)
         self._techniques: dict[str, type[Technique]] = {}
         self._elements: dict[str, formats.ElementFormat] = dict(formats.ELEMENTS)
         self._scales: dict[str, formats.ScaleFormat] = dict(formats.SCALES)
-        self._policies: dict[str, Path] = {path.stem: path for path in _shipped_policies()}
+        shipped = (Path(str(item)) for item in files("fp4graph_policies").iterdir() if item.name.endswith(".yaml"))
+        self._policies: dict[str, Path] = {path.stem: path for path in sorted(shipped)}
         self._products: dict[str, ProductOperation] = {}
         self.products: Mapping[str, ProductOperation] = MappingProxyType(self._products)
         self.techniques: Mapping[str, type[Technique]] = MappingProxyType(self._techniques)
@@ -59,7 +69,9 @@ class Registry:
         installed = entry_points(group=entry_point_group) if entry_point_group else ()
         for name, candidate in [*((point.name, point) for point in installed), *plugins]:
             try:
-                self._add(name, _loaded(candidate))
+                # Entry points are of importlib's class or of importlib_metadata's.
+                loads = hasattr(candidate, "load") and hasattr(candidate, "group")
+                self._add(name, candidate.load() if loads else candidate)
             except Exception as error:  # noqa: BLE001  # whatever a plugin raises, the others stay usable
                 unloaded = PluginError(f"cannot be loaded: {type(error).__name__}: {error}", plugin=name)
                 self.failures[name] = error if isinstance(error, PluginError) else unloaded
@@ -115,9 +127,11 @@ class Registry:
                 origin = self._origin.get(name, plugin)
                 self.contested[name] = error(f"technique {name!r} is already offered by plugin {origin!r}")
                 raise self.contested[name]
-            if (reason := old_style(technique)) is not None:
-                raise error(f"{technique.__name__} {reason}")
-            technique.model_rebuild()  # raises where the type of an option cannot be found
+            if (former := next((member for member in _FORMER if hasattr(technique, member)), None)) is not None:
+                moved = "move it to a part that parts() returns; see docs/techniques.md"
+                raise error(f"{technique.__name__} has {former} itself, as in an earlier version; {moved}")
+            if problem := _wrong_declaration(technique):
+                raise error(f"{technique.__name__}: {problem}")
             offered.add(name)
         for number_format in number_formats:
             if not isinstance(number_format, formats.ElementFormat | formats.ScaleFormat):
@@ -157,17 +171,26 @@ class Registry:
         return self._origin[technique]
 
 
-def _shipped_policies() -> list[Path]:
-    directory = files("fp4graph_policies")
-    return sorted(Path(str(item)) for item in directory.iterdir() if item.name.endswith(".yaml"))
+def _wrong_declaration(technique: type[Technique]) -> str | None:
+    """Return what is wrong with the declarations of a technique, as far as no policy is needed to see it, or None."""
+    if not isinstance(technique.name, str) or not re.fullmatch(r"[\w-]+", technique.name):
+        return f"name {technique.name!r} must be a word: policies write it, and names of buffers contain it"
+    if not isinstance(technique.overhead, Overhead):
+        return f"overhead must be an Overhead; got {technique.overhead!r}"
+    for field in ("conflicts", "requires"):
+        if isinstance(names := getattr(technique, field), str):
+            return f"{field} must be a set of names, as frozenset({{{names!r}}}); got {names!r}"
+    technique.model_rebuild()  # raises where the type of an option cannot be found
+    try:
+        technique()
+    except ValidationError as invalid:
+        for each in invalid.errors():
+            if each["loc"] and each["type"] != "missing":
+                return f"default of option {each['loc'][0]}: {each['msg']}; got {each['input']!r}"
+    return None
 
 
 @functools.cache
 def default_registry() -> Registry:
     """Return the registry of everything installed, built at first use."""
     return Registry()
-
-
-def _loaded(candidate: Any) -> object:
-    """Return the plugin; load it if ``candidate`` is an entry point, of importlib's class or importlib_metadata's."""
-    return candidate.load() if hasattr(candidate, "load") and hasattr(candidate, "group") else candidate

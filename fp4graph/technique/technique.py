@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
+from inspect import signature
 from itertools import combinations
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ from fp4graph.numerics.spec import QuantSpec
 from fp4graph.technique.facts import OperandSpecs, Overhead, StateEntry
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.options import OperandList
-from fp4graph.technique.parts import KINDS, STAGES, OptimizerHook, PairTransform, Part
+from fp4graph.technique.parts import KINDS, OptimizerHook, PairTransform, Part
 from fp4graph.technique.site import SiteView
 
 
@@ -28,7 +29,7 @@ class Technique(BaseModel):
     """The base of every technique: a subclass sets ``name``, ``overhead`` and ``complexity``, declares its options as
     fields, and returns its parts."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
 
     name: ClassVar[str]
     overhead: ClassVar[Overhead]  # shown by ``fp4graph techniques``
@@ -74,7 +75,14 @@ class Technique(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse ``on_weight`` beside an option that lists operands: the two would contradict each other."""
+        """Refuse options with names of members, and ``on_weight`` beside an option that lists operands, which would
+        contradict each other."""
+        members = {*vars(Technique), *Technique.__class_vars__}
+        if taken := next((name for name in cls.model_fields if name in members), None):
+            raise TypeError(
+                f"{cls.__name__} has an option {taken}, which is a member of every technique; declare it as "
+                f"{taken}: ClassVar[...], or give the option another name"
+            )
         if cls.on_weight and (lists := ", ".join(cls.operand_lists())):
             raise TypeError(
                 f"{cls.__name__} acts on_weight, and its option {lists} lists operands; declare one of the two"
@@ -132,6 +140,14 @@ def parts_of(technique: Technique, site: SiteView = _LINEAR) -> tuple[Part, ...]
     for entry in (entry for part in resolved for entry in part.state):
         if entries.setdefault((entry.operand, entry.name), entry) != entry:
             raise TypeError(f"two different entries of state are called {entry.name!r} at {entry.operand}")
+    written = [entry for entry in entries.values() if entry.writer == "graph" and site.multiplies_weight]
+    observing = {operand: part for part in resolved if part.acts_at("observe") for operand in part.operands or ()}
+    if unseen := next((entry for entry in written if entry.operand not in observing), None):
+        rule = "has writer='graph', and no part observes that operand; define observe, or leave writer out"
+        raise TypeError(f"entry {unseen.name!r} of {unseen.operand} {rule}")
+    if observing and not written and site.multiplies_weight:
+        name = type(next(iter(observing.values()))).__name__
+        raise TypeError(f"{name} observes, and no entry of state has writer='graph'; give one that writer")
     if site.multiplies_weight and site not in _ANYWHERE and _hooks(resolved) != (hooks := _hooks(hooks_of(technique))):
         raise TypeError(f"hooks must not depend on the site: {_hooks(resolved)} here, {hooks} at a linear layer")
     return resolved
@@ -155,9 +171,9 @@ def _resolved(part: Part, technique: Technique, site: SiteView) -> Part:
         raise TypeError(f"{name}, a {part.kind}, has no method and does nothing; define {' or '.join(part.stages)}")
     operands: Iterable[Operand] | None = part.operands
     if operands is None and technique.on_weight:
-        operands = {Operand.FPROP_WEIGHT} if site.multiplies_weight else ()
+        operands = part.among & {Operand.FPROP_WEIGHT} if site.multiplies_weight else ()
     elif operands is None:
-        operands = () if isinstance(part, OptimizerHook) else technique.operands_listed
+        operands = () if isinstance(part, OptimizerHook) else technique.operands_listed & part.among
     fields: dict[str, tuple[type, Any]] = {"operands": (Operand, operands), "state": (StateEntry, part.state)}
     fields |= {"gemms": (Gemm, part.gemms)} if isinstance(part, PairTransform) else {}
     for field, (kind, values) in fields.items():
@@ -165,8 +181,15 @@ def _resolved(part: Part, technique: Technique, site: SiteView) -> Part:
             raise TypeError(f"{field} of {name} must be a set or tuple of {kind.__name__}; got {values!r}")
         if (foreign := next((value for value in values if not isinstance(value, kind)), None)) is not None:
             raise TypeError(f"{name} takes {kind.__name__} members only; got {foreign!r}")
-    if part.mixes == "none" and part.acts_at("group_scale") and getattr(part, "group_granularity", None) is None:
-        raise TypeError(f"{name} declares mixes = 'none' and no group_granularity of its γ; declare that granularity")
+    if stray := {*operands} - part.among:
+        acts = f"acts on {' and '.join(sorted(part.among))}" if part.among else "takes no operands"
+        raise TypeError(f"{name} has the operand {min(stray)}, and a {part.kind} {acts}")
+    for stage in part.acted:
+        due = list(signature(getattr(next(kind for kind in KINDS if stage in kind.stages), stage)).parameters)[1:]
+        try:
+            signature(getattr(part, stage)).bind(*due)
+        except TypeError as error:
+            raise TypeError(f"{name}.{stage} must take ({', '.join(due)}): {error}") from None
     gemms: dict[str, Any] = {"gemms": frozenset(part.gemms)} if isinstance(part, PairTransform) else {}
     part = replace(part, operands=frozenset(operands), state=tuple(part.state), **gemms)
     try:
@@ -210,39 +233,3 @@ def hooks_of(technique: Technique) -> tuple[OptimizerHook, ...]:
         with suppress(ValueError):
             return tuple(part for part in parts_of(technique, site) if isinstance(part, OptimizerHook))
     return ()
-
-
-def plans(technique: Technique | type[Technique]) -> bool:
-    """Return whether a technique overrides :meth:`Technique.plan`."""
-    cls = technique if isinstance(technique, type) else type(technique)
-    return cls.plan is not Technique.plan
-
-
-def checked_plan(technique: Technique, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
-    """Return the result of :meth:`Technique.plan`; raise TypeError unless it maps all six operands to specs or None."""
-    result = technique.plan(site, specs)
-    if result is None:
-        return specs
-    if not isinstance(result, Mapping):
-        raise TypeError(f"plan() must return a mapping of operands to specs; got {result!r}")
-    if set(result) != set(Operand):
-        wrong = sorted({str(key) for key in {*result} ^ {*Operand}})
-        raise TypeError(f"plan() must return all six operands and nothing else; wrong or missing: {', '.join(wrong)}")
-    for operand, spec in result.items():
-        if not isinstance(spec, QuantSpec | None):
-            raise TypeError(f"plan() must return a QuantSpec or None for each operand; got {spec!r} for {operand}")
-    return result
-
-
-#: Members that technique classes of an earlier version had, and that parts have today.
-_FORMER = (
-    *STAGES, "state", "acts_on", "pairs", "for_operand", "mixes", "counts", "draws", "draws_in_evaluation",
-    "group_granularity", "normalizes", "block_rotation", "on_experts", "by_block", "by_expert", "divides_by",
-)  # fmt: skip
-
-
-def old_style(cls: type[Technique]) -> str | None:
-    """Return why ``cls`` is a technique of an earlier version, which acted by its own methods, or None if it is not."""
-    former = next((name for name in _FORMER if hasattr(cls, name)), None)
-    moved = "itself, as in an earlier version; move it to a part that parts() returns; see docs/techniques.md"
-    return None if former is None else f"has {former} {moved}"

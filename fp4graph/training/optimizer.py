@@ -250,8 +250,12 @@ class _Hooks:
                         (weight, runtime), *followers = concerned
                         weight.require_settled()
                         update = self._update(technique, weight, runtime, groups[identity])
+                        given = dict(update.state)
                         with contract.at(weight.name):
                             contract.run(hook, per_weight, update)
+                            if lost := next((n for n, x in update.state.items() if x is not given.get(n)), None):
+                                rule = "is kept only if it is written in place, as by copy_()"
+                                raise contract.broken(hook, per_weight, f"replaced state[{lost!r}], which {rule}")
                         for follower, _ in followers:
                             _follow(technique, weight, follower)
             if hook.acts_at(on_all):

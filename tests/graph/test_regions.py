@@ -33,6 +33,7 @@ Delayed = technique(
     [entry(Operand.FPROP_INPUT)],
     mixes="tensor",
     normalizes=True,
+    group_granularity="tensor",
     group_scale=lambda self, z, group, context: (context.state["amax"] / 8).expand_as(group("tensor")),
     observe=lambda self, q, context: {"amax": (context.state["amax"] + q.statistic.amax()) / 2},
 )

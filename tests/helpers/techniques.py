@@ -27,7 +27,7 @@ def technique(
 
     def parts(self: Technique, site: Any) -> tuple[Part, ...]:
         kept = tuple(state)
-        everywhere = (cls(options=self, operands=operands, state=kept) for cls in made)
+        everywhere = (cls(options=self, operands=operands & cls.among, state=kept) for cls in made)
         return (*everywhere, OptimizerHook(options=self, operands=operands, state=kept))
 
     members = {"name": called, "overhead": FREE, "complexity": property(lambda self: 0.0), "parts": parts, **members}

@@ -68,6 +68,7 @@ BUG = "ZeroDivisionError: a bug of the plugin"
 #: Members with which a technique normalizes, so that the gradients of groups are computed.
 NORMALIZING: dict[str, Any] = {
     "normalizes": True,
+    "group_granularity": "tensor",
     "group_scale": lambda self, z, group, c: group("tensor"),
     "statistic_gradient": lambda self, values, z, c: values.sign(),
     "scale_surrogate": lambda self, ideal, c: torch.ones_like(ideal),
@@ -259,7 +260,7 @@ def test_a_stage_on_statistics_of_groups_has_no_effect_without_a_technique_that_
     message = "'lone' has no effect here: it acts on statistics of groups, and no technique"
     with pytest.warns(PolicyWarning, match=message):
         policy("lone", lone)
-    policy(["divides", "lone"], technique("divides", normalizes=True, group_scale=lambda *_: None), lone)
+    policy(["divides", "lone"], technique("divides", **NORMALIZING), lone)
     policy("plans", technique("plans", plan=lambda self, site, specs: specs, group_statistic=lambda *_: None))
 
 
