@@ -21,8 +21,9 @@ class WeightUpdate:
     Attributes:
         name: fully qualified name of the parameter; the first, where the parameter has several.
         parameter: the parameter as stored. It has a gradient.
-        state: the technique's entries for the weight in the model, by entry name, as stored; written in place. If
-            several modules hold the parameter, these are the first module's; the other modules' get the same values.
+        state: the technique's entries for the weight in the model, as stored; written in place. The key is the name,
+            after the operand's unless that is ``fprop.weight``: ``fprop_input_norms``. If several modules hold the
+            parameter, these are the first module's entries; the other modules' get the same values.
         memory: the tensors that the technique keeps for the weight in the optimizer's state, by name.
         optimizer, group: the user's optimizer, and the parameter group that holds the weight.
         quantize: the operand program of ``fprop.weight`` outside the graph: returns the dequantized values of a tensor
