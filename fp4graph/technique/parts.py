@@ -231,8 +231,6 @@ class BlockScale(Part):
         name, granularity, divides = type(self).__name__, self.group_granularity, self.acts_at("group_scale")
         if granularity not in (None, "tensor", "all", "row") and not (isinstance(granularity, int) and granularity > 0):
             raise TypeError(f"{name} has group_granularity {granularity!r}; choose 'tensor', 'all', 'row' or a number")
-        if self.mixes == "none" and divides and granularity is None:
-            raise TypeError(f"{name} declares mixes = 'none' and no group_granularity of its γ; declare it")
         if self.normalizes and not (divides and granularity is not None):
             raise TypeError(f"{name} normalizes, and lacks a method group_scale or the group_granularity of its γ")
 

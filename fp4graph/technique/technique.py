@@ -181,6 +181,8 @@ def _resolved(part: Part, technique: Technique, site: SiteView) -> Part:
             raise TypeError(f"{field} of {name} must be a set or tuple of {kind.__name__}; got {values!r}")
         if (foreign := next((value for value in values if not isinstance(value, kind)), None)) is not None:
             raise TypeError(f"{name} takes {kind.__name__} members only; got {foreign!r}")
+    if part.mixes == "none" and part.acts_at("group_scale") and getattr(part, "group_granularity", None) is None:
+        raise TypeError(f"{name} declares mixes = 'none' and no group_granularity of its γ; declare that granularity")
     if stray := {*operands} - part.among:
         acts = f"acts on {' and '.join(sorted(part.among))}" if part.among else "takes no operands"
         raise TypeError(f"{name} has the operand {min(stray)}, and a {part.kind} {acts}")
