@@ -171,7 +171,7 @@ class Registry:
         return self._origin[technique]
 
 
-def _wrong_declaration(technique: type[Technique]) -> str | None:
+def _wrong_declaration(technique: Any) -> str | None:
     """Return what is wrong with the declarations of a technique, as far as no policy is needed to see it, or None."""
     if not isinstance(technique.name, str) or not re.fullmatch(r"[\w-]+", technique.name):
         return f"name {technique.name!r} must be a word: policies write it, and names of buffers contain it"
