@@ -54,8 +54,7 @@ class Registry:
         self._techniques: dict[str, type[Technique]] = {}
         self._elements: dict[str, formats.ElementFormat] = dict(formats.ELEMENTS)
         self._scales: dict[str, formats.ScaleFormat] = dict(formats.SCALES)
-        shipped = (Path(str(item)) for item in files("fp4graph_policies").iterdir() if item.name.endswith(".yaml"))
-        self._policies: dict[str, Path] = {path.stem: path for path in sorted(shipped)}
+        self._policies: dict[str, Path] = {path.stem: path for path in _shipped_policies()}
         self._products: dict[str, ProductOperation] = {}
         self.products: Mapping[str, ProductOperation] = MappingProxyType(self._products)
         self.techniques: Mapping[str, type[Technique]] = MappingProxyType(self._techniques)
@@ -169,6 +168,11 @@ class Registry:
     def origin(self, technique: str) -> str:
         """Return the name of the plugin that offers ``technique``."""
         return self._origin[technique]
+
+
+def _shipped_policies() -> list[Path]:
+    directory = files("fp4graph_policies")
+    return sorted(Path(str(item)) for item in directory.iterdir() if item.name.endswith(".yaml"))
 
 
 def _wrong_declaration(technique: Any) -> str | None:
