@@ -15,7 +15,7 @@ from fp4graph import __main__ as command
 from fp4graph.commands import output, reference
 from fp4graph.technique import registry
 from fp4graph.technique.registry import Registry
-from tests.helpers.policies import long_but
+from tests.helpers.long import long_but
 from tests.helpers.processes import python, run
 from tests.helpers.techniques import Broken, offering
 

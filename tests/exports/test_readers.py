@@ -26,7 +26,7 @@ from fp4graph.errors import Error, PolicyWarning
 from fp4graph.exports.readers import SERVERS, Activations, ServerError, fuse, read
 from fp4graph.technique.operands import Operand
 from tests.exports.models import MXFP4, NVFP4, TOKENS, llama, mixture, multiplied, policy, qwen3, recorded, trained
-from tests.helpers.policies import LONG
+from tests.helpers.long import LONG
 
 pytest.importorskip("compressed_tensors")
 PAGE = Path(__file__).parents[2] / "docs/servers.md"

@@ -24,7 +24,8 @@ from fp4graph.model.runtime import runtime_of
 from fp4graph.technique import Factors, ProductOperation
 from fp4graph.technique.registry import Registry
 from tests.helpers import mixtures, models
-from tests.helpers.policies import long_but, one_rule
+from tests.helpers.long import long_but
+from tests.helpers.policies import one_rule
 from tests.helpers.techniques import offering
 from tests.helpers.training import applied, stances, uncompiled
 

@@ -15,7 +15,8 @@ import fp4graph
 from fp4graph.graph.attention import attention, encoder_layer
 from fp4graph.model.runtime import runtime_of
 from tests.helpers import models
-from tests.helpers.policies import LONG, MXFP4, one_rule
+from tests.helpers.long import LONG
+from tests.helpers.policies import MXFP4, one_rule
 from tests.helpers.training import applied, prepared
 
 

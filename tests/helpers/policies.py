@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import fp4graph
@@ -18,22 +18,6 @@ def quantizer(block: int | str = 32, scale: str = "e8m0", rounding: str = "ceil"
 
 #: Shipped policies for the short runs of tests of all: one for each family, each form of state and of backward.
 FEW = {"bf16", "microscaling", "mxfp4-rl", "nvfp4-te", "quartet", "tetrajet", "tetrajet-qema", "ue5m3-best"}
-
-
-#: The marker of long cases that continuous integration runs, however many cases a test has.
-LONG = pytest.mark.long(every=True)
-
-
-def long_but(short: Container[str], names: Iterable[str]) -> list[Any]:
-    """Return the names as parameters of a test, those outside of ``short`` marked :data:`LONG`."""
-    return [name if name in short else pytest.param(name, marks=LONG) for name in names]
-
-
-def long_but_few(policies: Iterable[str]) -> list[Any]:
-    """Return the names as parameters of a test, those outside of :data:`FEW` marked ``long``."""
-    import pytest  # not above: benchmarks that use these policies do without
-
-    return [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in policies]
 
 
 def without_experts(policies: Iterable[str]) -> list[str]:

@@ -16,7 +16,7 @@ import transformers
 
 from fp4graph.integrations import FP4GraphCallback
 from fp4graph.optim import StableSPAM
-from tests.helpers.policies import LONG
+from tests.helpers.long import LONG
 from tests.helpers.processes import python, run
 from tests.helpers.steps import differences
 

@@ -8,7 +8,8 @@ import torch
 from fp4graph.commands.catalogue import shipped_registry
 from fp4graph.kernels import cpu, operators
 from tests.helpers.floats import assert_same_bits
-from tests.helpers.policies import depth_of, long_but_few, without_experts
+from tests.helpers.long import long_but_few
+from tests.helpers.policies import depth_of, without_experts
 from tests.kernels.models import train
 
 pytestmark = [pytest.mark.compiler, pytest.mark.usefixtures("operation_by_operation")]

@@ -23,8 +23,9 @@ from fp4graph.model.prepare import PhasePlan
 from fp4graph.model.runtime import runtime_of
 from fp4graph.policy import shipped_policies
 from fp4graph.technique.registry import default_registry
+from tests.helpers.long import LONG
 from tests.helpers.models import module_of
-from tests.helpers.policies import LONG, NVFP4, one_rule
+from tests.helpers.policies import NVFP4, one_rule
 from tests.helpers.training import applied, assert_equal, gradients
 
 

@@ -12,8 +12,9 @@ from torch.nn.utils import parametrizations, prune
 import fp4graph
 from fp4graph.model.runtime import runtime_of
 from fp4graph.technique.operands import Operand
+from tests.helpers.long import LONG
 from tests.helpers.models import module_of
-from tests.helpers.policies import LONG, one_rule, quantizer
+from tests.helpers.policies import one_rule, quantizer
 from tests.helpers.training import applied, prepared, stances, uncompiled
 
 NOISE = one_rule(quantize=quantizer() | {"rounding": "stochastic"})

@@ -9,7 +9,8 @@ from torch.func import functional_call, grad, vmap
 
 import fp4graph
 from fp4graph.errors import Error, PolicyWarning
-from tests.helpers.policies import long_but, one_rule
+from tests.helpers.long import long_but
+from tests.helpers.policies import one_rule
 from tests.helpers.training import applied, assert_equal
 
 X = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import fp4graph
 from fp4graph.model.runtime import Runtime, runtime_of
 from tests.helpers import processes
+from tests.helpers.long import LONG
 from tests.helpers.models import Mlp
-from tests.helpers.policies import LONG, one_rule
+from tests.helpers.policies import one_rule
 from tests.helpers.training import prepared
 
 POLICY = one_rule()

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import fp4graph
 from fp4graph.kernels import operators
-from tests.helpers.policies import LONG, one_rule
+from tests.helpers.long import LONG
+from tests.helpers.policies import one_rule
 from tests.helpers.training import assert_equal
 
 PER_TENSOR = {"block": "tensor", "element": "int4", "scale": {"format": "fp32", "rounding": "nearest_even"}}

@@ -25,8 +25,9 @@ from fp4graph.technique.registry import default_registry
 from tests.helpers import experts, models
 from tests.helpers.breaks import Breaks, Disables, Logs
 from tests.helpers.experts import Mixture
+from tests.helpers.long import LONG
 from tests.helpers.models import Mlp, module_of
-from tests.helpers.policies import FEW, LONG, TIES_UP, depth_of, one_rule, without_experts
+from tests.helpers.policies import FEW, TIES_UP, depth_of, one_rule, without_experts
 from tests.helpers.training import applied, assert_equal, prepared, saved_whole, train, uncompiled
 
 pytestmark = pytest.mark.slow

@@ -22,7 +22,8 @@ from fp4graph.ops.gemm import MatmulProgram
 from fp4graph.ops.lower import lower
 from fp4graph.ops.schedule import Keeps, Schedule, Setting, Source, Step
 from fp4graph.technique.operands import Gemm, Operand
-from tests.helpers.policies import NVFP4, long_but_few, one_rule
+from tests.helpers.long import long_but_few
+from tests.helpers.policies import NVFP4, one_rule
 from tests.helpers.sites import program_of
 from tests.helpers.stacks import HIDDEN, KINDS, TOKENS, WIDTH, Blocks
 
