@@ -276,7 +276,7 @@ def mark_hooks(root: nn.Module) -> list[tuple[nn.Module, int | None, MarkHook]]:
 def remove_hooks(root: nn.Module, shared: Collection[nn.Module] = ()) -> None:
     """Remove mark hooks, guarded and sharded forwards, and their state from ``root``, except from the modules in
     ``shared``, which another applied model has taken over."""
-    if root.__dict__.get("compile") is compiled_already:
+    if getattr(compiles := root.__dict__.get("compile"), "func", compiles) is compiled_already:
         del root.__dict__["compile"]
     for module, key, _ in mark_hooks(root):
         if key is not None and module not in shared:

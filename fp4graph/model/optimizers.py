@@ -16,6 +16,8 @@ from fp4graph.numerics.sharding import is_sharded
 from fp4graph.technique import OPTIMIZER_STAGES, acts_at
 
 Prepare = Callable[[nn.Module, torch.optim.Optimizer], Any]
+#: The stages at the optimizer's step that act on one weight.
+_STAGES = ("before_step", "after_step")
 
 
 class PreparedOptimizers:
@@ -31,12 +33,14 @@ class PreparedOptimizers:
         self._prepared = [entry for entry in self._prepared if entry[0]() is not optimizer]
         self._prepared.append((weakref.ref(optimizer), prepare))
 
-    def prepare_again(self, root: nn.Module) -> None:
-        """Prepare the optimizers for the policy that ``root`` has now.
+    def prepare_again(self, plan: PhasePlan) -> None:
+        """Prepare the optimizers for the policy that the root of ``plan`` has now.
 
-        An optimizer whose parameters have all left the model, such as that of merged adapters, is forgotten.
+        An optimizer whose parameters have all left the model, such as that of merged adapters, is forgotten, and where
+        techniques act on weights that train, one that holds none of these.
         """
-        ids = {id(parameter) for parameter in root.parameters()}
+        root, acted = plan.root, [w for w in plan.weights if w.parameter.requires_grad and _acting(w)]
+        ids = {id(weight.parameter) for weight in acted} or {id(parameter) for parameter in root.parameters()}
         self._prepared = [entry for entry in self._prepared if _holds(entry[0](), ids)]
         for reference, prepare in self._prepared:
             if (optimizer := reference()) is not None:
@@ -45,8 +49,7 @@ class PreparedOptimizers:
     def check(self, plan: PhasePlan) -> None:
         """Raise CaptureError for a technique that acts at the optimizer's step without a prepared optimizer, or that
         would choose channels of a frozen weight, which no step measures."""
-        stages = ("before_step", "after_step")
-        on_all = OPTIMIZER_STAGES - {*stages}
+        on_all = OPTIMIZER_STAGES - {*_STAGES}
         acting = sorted(t.name for t in plan.techniques() if acts_at(t, *on_all))
         if acting and not self._prepared:
             raise CaptureError(
@@ -61,13 +64,20 @@ class PreparedOptimizers:
                     f"optimizer's step, and {weight.name} is frozen, so that no step measures it: train it, or give "
                     "frozen layers a rule of their own, which keeps them or quantizes them without the technique"
                 )
-            needs = sorted(t.name for t in weight.rule.techniques if acts_at(t, *stages))
-            if needs and weight.parameter.requires_grad and id(weight.parameter) not in self.parameters:
+            needs = _acting(weight)
+            given = bool(self._prepared) and not isinstance(weight.stored, nn.Parameter)  # by functional_call
+            held = given or id(weight.parameter) in self.parameters
+            if needs and weight.parameter.requires_grad and not held:
                 raise CaptureError(
                     f"technique {', '.join(needs)} acts on {weight.name} at the optimizer's step, but no optimizer "
                     "that holds it was prepared: call fp4graph.prepare_optimizer(model, optimizer) before training, "
                     "or give a Trainer FP4GraphCallback"
                 )
+
+
+def _acting(weight: Weight) -> list[str]:
+    """Return the names of the techniques that act on ``weight`` at the optimizer's step."""
+    return sorted(technique.name for technique in weight.rule.techniques if acts_at(technique, *_STAGES))
 
 
 def _chooser(weight: Weight) -> str | None:

@@ -6,6 +6,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,7 +135,8 @@ class Runtime:
         self._previous = self.root._compiled_call_impl
         self.root._compiled_call_impl = self
         if type(self.root).compile is nn.Module.compile:
-            self.root.__dict__["compile"] = hooks.compiled_already
+            # The argument has a deepcopy reach the current forward where no hook does, under a policy that keeps all.
+            self.root.__dict__["compile"] = partial(hooks.compiled_already, self._current)
         with torch.inference_mode(False):  # training cannot use tensors made in inference mode
             self._steps.root_state = prepare(self.plan, self.policy, self._current, buffers)
         if self.root_state is not None and not self.settings.strict:
@@ -280,7 +282,7 @@ def _replaced(runtime: Runtime, phase: int) -> Runtime:
     if following.root_state is not None and runtime.root_state is not None:
         following.root_state.followed = runtime.root_state.followed
     following.observe(runtime.inspection.recording, training=runtime.inspection.training)
-    runtime.optimizers.prepare_again(runtime.root)
+    runtime.optimizers.prepare_again(following.plan)
     return following
 
 

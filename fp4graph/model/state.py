@@ -178,9 +178,11 @@ class State:
         self.module._buffers[name] = initial if buffer is None else like(initial, buffer)
 
     def restart(self) -> None:
-        """Reset every entry to its initial value for the present weights, unless values were loaded."""
-        for name in () if self.loaded else self._weights:
-            self._reset(name)
+        """Reset every entry to its initial value for the present weights, unless values were loaded, or
+        ``functional_call`` has put another tensor in the weight's place."""
+        for name, (_, weight) in () if self.loaded else self._weights.items():
+            if isinstance(weight(), nn.Parameter):
+                self._reset(name)
 
     def renew(self, name: str) -> None:
         """Reset one entry, in place, to its initial value for the present weight, unless values were loaded."""

@@ -105,14 +105,15 @@ def test_adapters_added_after_apply_train_as_those_added_before(policy, products
     assert len(products) == 14  # the base layers
 
 
+@pytest.mark.parametrize("adapt", [adapted, partial(with_options, modules_to_save=["lm_head"])])
 @pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
-def test_adapters_join_and_leave_between_the_steps_of_a_training(policy):
+def test_adapters_join_and_leave_between_the_steps_of_a_training(policy, adapt):
     """Compare with a training that applies the policy again after each change."""
 
     def joined_and_left(reapply):
         base = quantized(policy)
         losses = trained(base, base)
-        model = adapted(base)
+        model = adapt(base)
         reapply(base)
         losses += trained(model, base)
         assert runtime_of(base).count == 4

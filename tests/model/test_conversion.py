@@ -8,10 +8,10 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 import fp4graph
-from fp4graph.errors import Error, PolicyWarning
+from fp4graph.errors import CaptureError, Error, PolicyWarning
 from tests.helpers.long import long_but
 from tests.helpers.policies import one_rule
-from tests.helpers.training import applied, assert_equal
+from tests.helpers.training import applied, assert_equal, prepared
 
 X = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
 
@@ -93,3 +93,21 @@ def test_functional_call_is_a_call_with_other_parameters():
             parameter.mul_(1.5)
     parameters = {name: p.detach().clone() for name, p in other.named_parameters()}
     assert torch.equal(functional_call(model, parameters, (X,)), applied(other, POLICY)(X))
+
+
+def test_functional_call_uses_the_state_of_the_own_weights():
+    policy = one_rule({"q_ema": {"beta": 0.9}})
+    model, other, unprepared = (applied(net(), policy) for _ in range(3))
+    prepared(model), prepared(other)
+    given = {name: (p * 1.5).detach().requires_grad_() for name, p in model.named_parameters()}
+    first = functional_call(model, given, (X,))
+    other(X)
+    assert_equal(model.state_dict().values(), other.state_dict().values())
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    assert torch.equal(functional_call(model, given, (X,)), other(X))
+    assert torch.equal(first, other(X))
+    functional_call(unprepared, given, (X,))
+    with pytest.raises(CaptureError, match="no optimizer that holds it was prepared"):
+        functional_call(unprepared, given, (X,))

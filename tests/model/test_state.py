@@ -266,6 +266,14 @@ def test_a_copy_follows_the_phases_of_its_model_until_it_trains() -> None:
     assert runtime_of(pickle.loads(pickle.dumps(copy.deepcopy(twin)))) is None
 
 
+def test_a_copy_of_a_model_that_quantizes_nothing_is_applied_too() -> None:
+    twin = copy.deepcopy(nn.Sequential(applied(sequence(), "bf16")))[0]
+    assert torch.equal(twin(X), sequence()(X))
+    prepared(twin)
+    assert "compile" not in fp4graph.remove(twin).__dict__
+    assert runtime_of(pickle.loads(pickle.dumps(applied(twin, "bf16")))) is None
+
+
 def test_a_copy_knows_a_length_that_its_model_is_told_later() -> None:
     model = applied(sequence(), one_rule(phases=[{"at": 0.5, "rules": [], "default": "keep"}]))
     twin = copy.deepcopy(model)
