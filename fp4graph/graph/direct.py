@@ -304,7 +304,8 @@ def _of_factors(call: partial[Tensor], factors: Sequence[Tensor]) -> Callable[[T
 def _check_known(found: FoundProduct, policy: Policy, *, whole_model: bool) -> None:
     """Raise CaptureError where the decision depends on facts that only a graph shows."""
     view, place = found.view, str(found.view)
-    if found.has_weight and found.owner is None and isinstance(value_of(found.product.b), nn.Parameter):
+    unowned = found.has_weight and found.owner is None and isinstance(value_of(found.product.b), nn.Parameter)
+    if unowned and policy.quantizes:
         raise CaptureError(
             "its weight is a parameter that the model did not have at fp4graph.apply(); call fp4graph.apply(model, "
             "policy) again, which keeps state where it fits, and prepare_optimizer again",

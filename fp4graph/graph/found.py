@@ -76,7 +76,8 @@ class FoundProduct:
         owner: owner of the parameter that is the second factor, or None.
         views: the chain of views from the parameter to the second factor, the first one applied first.
         has_weight: whether the second factor is a parameter.
-        newcomer: name of the calling module, if it joined the model after the names were taken; else None.
+        newcomer: name of the calling module or of the weight's, if it joined the model after the names were taken; else
+            None.
         caller: name of the module that the product was called in, or None.
     """
 

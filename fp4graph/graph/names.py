@@ -116,15 +116,21 @@ class Names:
                 return _path(caller.source)
         return None
 
-    def newcomer(self, node: Node) -> str | None:
-        """Return the innermost module that ``node`` was called in if that joined the model after the names were taken.
+    def newcomer(self, node: Node, unowned: Node | None) -> str | None:
+        """Return the innermost module that ``node`` was called in, or that holds the parameter ``unowned``, if that
+        joined the model after the names were taken: without a graph the calls of such a module are not seen.
 
         A module that no ``named_modules()`` lists, such as one in a plain list, does not count.
         """
         stack = module_stack(node)
-        if self._root is None or not stack or stack[-1].id in self._modules:
+        if self._root is None or not stack or (stack[-1].id in self._modules and unowned is None):
             return None
-        return next((name for name, module in self._root.named_modules() if id(module) == stack[-1].id), None)
+        weight = None if unowned is None else _example(unowned)
+        for name, module in self._root.named_modules():
+            holds = weight is not None and any(p is weight for p in module._parameters.values())
+            if id(module) not in self._modules and (id(module) == stack[-1].id or holds):
+                return str(name)
+        return None
 
     def owner(self, weight: Node, user: Node) -> Owner | None:
         """Return the owner of the parameter at placeholder ``weight``, or None.
