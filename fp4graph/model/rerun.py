@@ -5,6 +5,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from fp4graph import torch_internals
+from fp4graph.errors import CaptureError
+
+_COUNTED = (
+    "a graph break parts products of this call from their layers, so the call must begin again, and the checkpoint "
+    "around it would also count what the first beginning has saved: its backward would fail. Call the model once "
+    "without the checkpoint, on a batch with gradients; later calls may be checkpointed"
+)
+
 
 class Before:
     """The buffers of a model and the random number generators of torch before a call.
@@ -18,13 +27,18 @@ class Before:
         self._generator = torch.get_rng_state()
         in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._of_gpu = torch.cuda.get_rng_state() if in_use else None  # of the current device
+        in_region = torch.is_grad_enabled() and bool(torch_internals.checkpointed_regions())
+        self._nodes = torch_internals.next_sequence_number() if in_region else None
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Set the buffers and the generators back."""
+        """Set the buffers and the generators back; raise a CaptureError in a checkpointed region where operations that
+        autograd records have run."""
         for buffer, value in self._buffers:
             if not torch.equal(buffer, value):  # an unchanged buffer may be expanded, which cannot be written
                 buffer.copy_(value)
         torch.set_rng_state(self._generator)
         if self._of_gpu is not None:
             torch.cuda.set_rng_state(self._of_gpu)
+        if self._nodes is not None and torch_internals.next_sequence_number() > self._nodes:
+            raise CaptureError(_COUNTED)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fp4graph
+from fp4graph.errors import CaptureError
 from tests.helpers.policies import one_rule
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
@@ -64,15 +65,19 @@ class Net(nn.Module):
         return self.last(self.region(self.first(x)))
 
 
-def trained(make, policy, *, stance=None, strict=False):
-    """Return outputs and gradients of two training steps."""
+def as_it_is(function, *args):
+    return function(*args)
+
+
+def trained(make, policy, *, stance=None, strict=False, around=as_it_is):
+    """Return outputs and gradients of two training steps, with the model's calls in the checkpoint ``around``."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = fp4graph.apply(make(), policy, backend="eager", seed=1, strict=strict)
     x, results = torch.randn(2, 8, 32).requires_grad_(), []
     for _ in range(2):
         with nullcontext() if stance is None else torch.compiler.set_stance(stance):
-            y = model(x)
+            y = around(model, x)
             y.square().sum().backward()
         results += [y.detach(), *(t.grad.clone() for t in (x, *model.parameters()) if t.grad is not None)]
     return [*results, *model.buffers()]
@@ -89,6 +94,37 @@ def test_a_checkpointed_function_trains_as_without_a_checkpoint(body, policy, re
     assert all(map(torch.equal, plain, checkpointed))
 
 
+class Computes(nn.Module):
+    """Computes a weight behind a graph break: the first call of the model begins again."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer, self.scale = nn.Linear(32, 32), nn.Linear(32, 32), nn.Parameter(torch.ones(32, 1))
+
+    def forward(self, x):
+        h = self.first(x).tanh()
+        torch._dynamo.graph_break()
+        return h + F.linear(h, self.layer.weight * self.scale).tanh()
+
+
+@pytest.mark.parametrize("saved", [None, [torch.ops.aten.tanh.default]], ids=["all recomputed", "selective"])
+def test_a_call_in_a_checkpoint_does_not_begin_again(saved):
+    """torch would count what the first beginning has saved, and raise CheckpointError in the backward."""
+    more = {} if saved is None else {"context_fn": partial(create_selective_checkpoint_contexts, saved)}
+    run, calls = partial(checkpoint, use_reentrant=False, **more), []
+
+    def called_once(model, x):
+        if not calls:
+            with pytest.raises(CaptureError, match=r"must begin again.* Call the model once without the checkpoint"):
+                run(model, x)
+        calls.append(x)
+        return (run if calls[1:] else as_it_is)(model, x)
+
+    plain, again = (trained(Computes, POLICIES["stochastic"], around=each) for each in (as_it_is, called_once))
+    assert len(plain) == len(again)
+    assert all(map(torch.equal, plain, again))
+
+
 def nested(outer, inner):
     """Return a body of two checkpointed functions, ``outer`` and ``inner``, that begin with the same operation."""
 
@@ -100,10 +136,6 @@ def nested(outer, inner):
         return outer(whole, x)
 
     return body
-
-
-def as_it_is(function, *args):
-    return function(*args)
 
 
 def saved_on_cpu(function, *args):
