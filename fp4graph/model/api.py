@@ -18,7 +18,7 @@ from fp4graph.kernels.inductor import compiler_options, require_compiler
 from fp4graph.model import saved
 from fp4graph.model.apply_options import ApplyOptions
 from fp4graph.model.conversion import refuse_other_models
-from fp4graph.model.distributed import unwrapped
+from fp4graph.model.distributed import leave_to_ranks, unwrapped
 from fp4graph.model.explain import rehearse
 from fp4graph.model.hooks import Method, bypassed, mark_hooks
 from fp4graph.model.listening import listener
@@ -91,6 +91,7 @@ def apply(
     arguments = 0 if seed is None else seed, dynamic, total_forwards, strict, recompile_limit
     settings = ApplyOptions(backend, *arguments, compiler=compiler_options(backend, mode, options, dynamic))
     _apply(unwrapped(model), load_policy(policy), settings, methods, example_inputs)
+    leave_to_ranks(model)
     listener().applied(model)
     return model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -38,6 +39,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model if inside is None else unwrapped(inside)
 
 
+def leave_to_ranks(model: nn.Module) -> None:
+    """Have ``model``, if it is a DDP, leave the buffers of fp4graph to each rank, those too that joined after it was
+    constructed. At every forward it would send rank 0's count and held scales, and ``join`` ends by sending buffers,
+    which a rank in an earlier phase does not have."""
+    if isinstance(model, DistributedDataParallel):
+        model.parameters_to_ignore |= {name for name, _ in model.module.named_buffers() if state.is_ours(name)}
+
+
 @torch.no_grad()
 def over_ranks(x: Tensor, parameter: Tensor, wrapper: DistributedDataParallel | None) -> Tensor:
     """Return the sum of ``x`` over the ranks that ``parameter`` is sharded over, or over the ranks of ``wrapper`` if it
@@ -53,26 +62,54 @@ def over_ranks(x: Tensor, parameter: Tensor, wrapper: DistributedDataParallel | 
     return total
 
 
-@torch.no_grad()
-def synchronize(wrapper: DistributedDataParallel, root_state: state.RootState, weights: Iterable[Weight]) -> None:
-    """Give every rank of a DDP the state of rank 0, as DDP's constructor does for weights.
+class FromRankZero:
+    """What each rank of a DDP takes from rank 0 before its first training forward in that DDP, as DDP's constructor
+    sends weights: rank 0 may be the only rank that loaded a checkpoint.
 
-    Rank 0 may be the only rank that loaded a checkpoint. A rank keeps the state that its own backward wrote,
-    unless its count differs from that of rank 0.
+    The count comes first, because the phase follows from it, and the entries of a phase from the phase. Later phases
+    take nothing: a rank may enter them alone, as under ``join``, and their entries follow from what all ranks share.
+
+    Attributes:
+        wrapper: the DDP from whose rank 0 the count was taken last, or None.
     """
+
+    def __init__(self) -> None:
+        self._wrapper: weakref.ref[DistributedDataParallel] | None = None
+        self._due, self._behind = False, False  # whether entries are still to be taken, and all of them
+
+    @property
+    def wrapper(self) -> DistributedDataParallel | None:
+        return None if self._wrapper is None else self._wrapper()
+
+    @torch.no_grad()
+    def take_count(self, wrapper: DistributedDataParallel, root_state: state.RootState) -> None:
+        """Take the count of forwards, unless it was taken in this ``wrapper`` already."""
+        if wrapper is self.wrapper:
+            return
+        count = root_state.count
+        _broadcast(root_state.forwards, wrapper)
+        root_state.recount()
+        self._wrapper, self._due, self._behind = weakref.ref(wrapper), True, count != root_state.count
+
+    @torch.no_grad()
+    def take_entries(self, weights: Iterable[Weight]) -> None:
+        """Take the entries of techniques for ``weights``, once after each count. A rank keeps the entries that its own
+        backward wrote, unless its count differed from that of rank 0."""
+        if not self._due or (wrapper := self.wrapper) is None:
+            return
+        for weight in weights:
+            for slot in weight.slots:
+                entry = weight.entry(slot)
+                received = entry.clone()
+                _broadcast(received, wrapper)
+                if self._behind or slot.entry.writer == "optimizer":
+                    entry.copy_(received)
+        self._due = False
+
+
+def _broadcast(x: Tensor, wrapper: DistributedDataParallel) -> None:
     group = wrapper.process_group
-    source = torch.distributed.get_global_rank(group, 0)
-    count = root_state.count
-    torch.distributed.broadcast(root_state.forwards, source, group=group)
-    root_state.recount()
-    behind = count != root_state.count
-    for weight in weights:
-        for slot in weight.slots:
-            entry = weight.entry(slot)
-            received = entry.clone()
-            torch.distributed.broadcast(received, source, group=group)
-            if behind or slot.entry.writer == "optimizer":
-                entry.copy_(received)
+    torch.distributed.broadcast(x, torch.distributed.get_global_rank(group, 0), group=group)
 
 
 def compile_sharded(root: nn.Module, weights: Iterable[Weight], backend: Backend, dynamic: bool | None) -> None:

@@ -187,6 +187,7 @@ class Runtime:
         self._runner.open(forward)
         _follow(self, training=forward.training)
         if forward.duties.begins:
+            self._steps.meet(training=forward.training)
             phase = self._current_phase(training=forward.training)
             if phase != self.phase:
                 return _replaced(self, phase)._forward(forward)
@@ -279,6 +280,7 @@ def _replaced(runtime: Runtime, phase: int) -> Runtime:
     following.plan.require_sources()
     following.attach()
     following._original = runtime._original
+    following._steps.from_rank_zero = runtime._steps.from_rank_zero
     if following.root_state is not None and runtime.root_state is not None:
         following.root_state.followed = runtime.root_state.followed
     following.observe(runtime.inspection.recording, training=runtime.inspection.training)

@@ -32,8 +32,8 @@ from tests.distributed.two_process_models import (
     vit,
 )
 from tests.distributed.two_processes import each
-from tests.helpers.policies import one_rule, with_technique
-from tests.helpers.steps import differences
+from tests.helpers.policies import NVFP4, one_rule, with_technique
+from tests.helpers.steps import descend, differences
 from tests.helpers.training import applied
 
 FOLDER = Path()  # set by two_processes.py
@@ -187,6 +187,11 @@ def case_checkpoint() -> None:
         torch.save(model.state_dict(), FOLDER / "whole.pt")
 
 
+#: The average begins in the second phase.
+LATER = one_rule(quantize=PLAIN, phases=[{"at": 2, "rules": with_technique("q_ema", quantize=PLAIN)["rules"]}])
+HELD = with_technique("tensor_scaling", {"hold_steps": 4}, quantize=NVFP4)
+
+
 class Normalized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -215,6 +220,24 @@ def case_buffers_of_fp4graph_are_left_out_of_the_broadcast() -> None:
         assert torch.equal(from_rank(model.norm.num_batches_tracked), model.norm.num_batches_tracked)
     difference = from_rank(model.fc._fp4graph_q_ema_weight, 1) - from_rank(model.fc._fp4graph_q_ema_weight, 0)
     torch.testing.assert_close(difference, torch.ones_like(difference))
+
+
+@each(*product(("before", "inside", "wrapper"), (0, 1)))
+def case_held_scales_stay_on_their_rank(order: str, phase: int) -> None:
+    """DDP sends the buffers of BatchNorm at every forward, but no scale, whenever the scale joined the model."""
+    policy = one_rule(quantize=NVFP4, phases=[{"at": 1, "rules": HELD["rules"]}]) if phase else HELD
+    torch.manual_seed(0)
+    model = Normalized()
+    if order == "before":
+        applied(model, policy)
+    wrapper = DDP(model)
+    if order != "before":
+        applied(wrapper if order == "wrapper" else model, policy)
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(rank()))
+    for _ in range(6):
+        wrapper(x).square().sum().backward()
+    scale = model.state_dict()["fc._fp4graph_tensor_scaling_wgrad_grad_output_gamma"]
+    assert not torch.equal(from_rank(scale, 0), from_rank(scale, 1))
 
 
 def case_accumulation_under_no_sync() -> None:
@@ -246,10 +269,13 @@ def case_state_starts_at_the_weights_that_ddp_sends() -> None:
     assert torch.equal(qkv._fp4graph_q_ema_weight, qkv.weight)
 
 
-def case_a_checkpoint_that_rank_0_alone_loads_reaches_all() -> None:
-    trained = applied(vit(), "tetrajet-qema")
+@each(*product(("tetrajet-qema", "averaged", "averaged later")))
+def case_a_checkpoint_that_rank_0_alone_loads_reaches_all(policy: str) -> None:
+    """The count says which phase begins. "averaged" is in its second phase, "averaged later" has no state before."""
+    policy = {**PHASED, "averaged later": LATER}.get(policy, policy)
+    trained = applied(vit(), policy)
     train(trained, trained, lambda model, _: image_loss(model, 0), steps=3)
-    model = applied(vit(), "tetrajet-qema")
+    model = applied(vit(), policy)
     if rank() == 0:
         model.load_state_dict(trained.state_dict())
         runtime.runtime_of(model).count_from(3)  # which an optimizer's state would carry
@@ -260,6 +286,21 @@ def case_a_checkpoint_that_rank_0_alone_loads_reaches_all() -> None:
     assert model._fp4graph_forwards == 4
     ema = "blocks.1.mlp.fc2._fp4graph_q_ema_weight"
     assert torch.equal(model.state_dict()[ema], from_rank(trained.state_dict()[ema]))
+
+
+def case_ranks_that_end_apart_enter_phases_apart() -> None:
+    """Under ``join`` a rank enters a phase while the other has ended, or is in the phase before."""
+    model = applied(vit(depth=1), LATER)
+    wrapper = DDP(model)
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(wrapper.parameters(), lr=0.01))
+    phases = []
+    for _ in range(2):
+        with wrapper.join():
+            descend(lambda: image_loss(wrapper, rank()), optimizer, 3 - rank())
+        phases.append(runtime.runtime_of(model).phase)
+        assert same_on_both(dict(model.named_parameters()))
+    assert phases == ([1, 1] if rank() == 0 else [0, 1])
+    assert model._fp4graph_forwards == 6 - 2 * rank()
 
 
 def case_one_rank_may_evaluate_alone() -> None:
