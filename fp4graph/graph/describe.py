@@ -174,7 +174,7 @@ class Describer:
         if has_weight and view.role is None and node in self.routers:
             view = dataclasses.replace(view, role="router")
         newcomer = self._names.newcomer(node, placeholder if is_parameter and owner is None else None)
-        return FoundProduct(product, view, marked, owner, views, has_weight, newcomer, self._names.module(node))
+        return FoundProduct(product, view, marked, owner, views, has_weight, newcomer, self._names.caller(node))
 
     def multiplies_parameter(self, node: Node, markers: Markers) -> bool:
         """Return whether an input of ``node`` is a parameter of two or more axes, or a view of one."""

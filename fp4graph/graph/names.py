@@ -34,6 +34,8 @@ class Names:
 
     Attributes:
         blocks: position of every block of the model, by the block's name.
+        within: name of the module of ``fully_shard`` whose forward begins the captured graph, or None. The graph does
+            not say that its nodes were called in this module.
     """
 
     def __init__(self, root: nn.Module | None) -> None:
@@ -43,6 +45,7 @@ class Names:
         self._infos: dict[str, ModuleInfo] = {}
         self._by_name: dict[str, nn.Module] = {}
         self._root = root
+        self.within: str | None = None
         self._heads = set[str]() if root is None else find_heads(root)
         if root is not None:
             self._infos = describe_modules(root)
@@ -116,6 +119,11 @@ class Names:
                 return _path(caller.source)
         return None
 
+    def caller(self, node: Node) -> str | None:
+        """Return the innermost module that ``node`` was called in, perhaps that of :attr:`within`, or None."""
+        module = self.module(node)
+        return self.within if module is None else module
+
     def newcomer(self, node: Node, unowned: Node | None) -> str | None:
         """Return the innermost module that ``node`` was called in, or that holds the parameter ``unowned``, if that
         joined the model after the names were taken: without a graph the calls of such a module are not seen.
@@ -137,7 +145,7 @@ class Names:
 
         A parameter that several modules share belongs to the one that ``user`` was called in, else to the first.
         """
-        example, calling = _example(weight), self.module(user)
+        example, calling = _example(weight), self.caller(user)
         # fully_shard may have replaced the parameter that had this id.
         candidates = self._owners.get(id(example), [])
         owners = [o for o in candidates if self._by_name[o.module]._parameters.get(o.parameter) is example]

@@ -74,11 +74,13 @@ def call_of(site: PlannedSite, product: Product) -> SiteCall:
     key = step = None
     if program.draws and not (program.state and _of_no_layer(found)):
         if marked is None:
+            keep = rule_that_keeps(found.view.op, found.view.module)
             raise UnmarkedWeight(
                 "its quantizers draw noise, whose key the module hands over when it is called, and a graph break parts "
                 "that call from this product (a backward hook, a print, or a loop that torch.compile does not "
                 "trace); remove the break, or leave out strict=True of fp4graph.apply, so that the module runs "
-                f"uncompiled, or {rule_that_keeps(found.view.op, found.view.module)}",
+                "uncompiled. Under fully_shard each call of a sharded child is such a break, and strict cannot be left "
+                f"out: move the product into a module of its own. Or {keep}",
                 found,
             )
         key, step = marked.marker.key, marked.marker.step

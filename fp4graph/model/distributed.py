@@ -15,6 +15,7 @@ from fp4graph import torch_internals
 from fp4graph.errors import CaptureError, Error
 from fp4graph.graph.backend import Backend, with_own_code
 from fp4graph.model import hooks, state
+from fp4graph.model.prepare import PhasePlan
 from fp4graph.model.source import sources_below
 from fp4graph.model.weight import Weight
 from fp4graph.numerics.sharding import fsdp_modules, is_sharded
@@ -112,7 +113,7 @@ def _broadcast(x: Tensor, wrapper: DistributedDataParallel) -> None:
     torch.distributed.broadcast(x, torch.distributed.get_global_rank(group, 0), group=group)
 
 
-def compile_sharded(root: nn.Module, weights: Iterable[Weight], backend: Backend, dynamic: bool | None) -> None:
+def compile_sharded(plan: PhasePlan, backend: Backend, dynamic: bool | None) -> None:
     """Compile every module that ``fully_shard`` was called on as a graph of its own.
 
     Raises:
@@ -121,6 +122,7 @@ def compile_sharded(root: nn.Module, weights: Iterable[Weight], backend: Backend
     """
     if not is_distributed():
         return
+    root, weights, names = plan.root, plan.weights, plan.names
     # FSDP1 puts views in the place of parameters, or marks the flattened ones.
     parameters = [p for module in root.modules() for p in module._parameters.values() if p is not None]
     if any(not isinstance(p, nn.Parameter) or hasattr(p, "_fsdp_flattened") for p in parameters):
@@ -148,7 +150,7 @@ def compile_sharded(root: nn.Module, weights: Iterable[Weight], backend: Backend
             cls = type(module)
             if cls not in compiled:
                 compiled[cls] = torch.compile(with_own_code(hooks.run_sharded, cls), backend=backend, dynamic=dynamic)
-            module.forward = hooks.ShardedForward(module, compiled[cls])
+            module.forward = hooks.ShardedForward(module, compiled[cls], names)
 
 
 def _require_dtype_of_sources(module: Any) -> None:

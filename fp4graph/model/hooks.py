@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fp4graph import torch_internals
 from fp4graph.errors import PolicyWarning, UncompiledError
 from fp4graph.graph.marker import MARK, Tag
+from fp4graph.graph.names import Names
 from fp4graph.model import state
 from fp4graph.model.conversion import refuse_export
 from fp4graph.model.current import CurrentForward
@@ -102,7 +103,9 @@ class CarryHook:
     @staticmethod
     def add(module: nn.Module, owner: nn.Module) -> CarryHook | None:
         """Let ``module`` mark the weights of ``owner`` before its own weights; return None if that is not possible."""
-        hook = next((h for h in owner._forward_pre_hooks.values() if isinstance(h, MarkHook)), None)
+        hook = next((each for holder, _, each in mark_hooks(owner) if holder is owner), None)
+        if (sharded := sharded_forward(module)) is not None:
+            return sharded.carry(hook, owner)
         hooks = module._forward_pre_hooks
         if hook is None or any(isinstance(h, CarryHook) and h.hook is hook for h in hooks.values()):
             return None
@@ -225,36 +228,60 @@ class ShardedForward:
     Args:
         module: a sharded module with a :class:`MarkHook` on it or below.
         compiled: the compiled :func:`run_sharded`.
+        names: the names of the model's modules, which learn in which module a graph begins.
 
     Attributes:
         hook: the module's own mark hook, or None. It marks a graph, so it runs inside the compiled function.
+        carrying: the hooks that mark weights of modules that this one does not call. They run there too.
     """
 
-    def __init__(self, module: nn.Module, compiled: Callable[..., Any]) -> None:
-        self.module, self._compiled = module, compiled
+    def __init__(self, module: nn.Module, compiled: Callable[..., Any], names: Names) -> None:
+        self.module, self._compiled, self._names = module, compiled, names
         self._any_hook = mark_hooks(module)[0][2]
         marks = [(key, hook) for key, hook in module._forward_pre_hooks.items() if isinstance(hook, MarkHook)]
         for key, _ in marks:
             del module._forward_pre_hooks[key]
         self.hook = marks[0][1] if marks else None
+        self.carrying: tuple[CarryHook, ...] = ()
+
+    def carry(self, hook: MarkHook | None, owner: nn.Module) -> CarryHook | None:
+        """Let the module mark the weights of ``owner``; return None if that is not possible."""
+        if hook is None or any(each.hook is hook for each in self.carrying):
+            return None
+        self.carrying += (CarryHook(hook, owner),)
+        return self.carrying[-1]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._any_hook.bypassed:
             return type(self.module).forward(self.module, *args, **kwargs)
-        return self._compiled(self.module, self.hook, *args, **kwargs)
+        outer, self._names.within = self._names.within, self._names.name(self.module)
+        try:
+            return self._compiled(self.module, self.carrying, self.hook, *args, **kwargs)
+        finally:
+            self._names.within = outer
 
 
-def run_sharded(module: nn.Module, hook: MarkHook | None, *args: Any, **kwargs: Any) -> Any:
+def run_sharded(
+    module: nn.Module, carrying: tuple[CarryHook, ...], hook: MarkHook | None, *args: Any, **kwargs: Any
+) -> Any:
     """Run the forward of a :class:`ShardedForward`; the module is an argument, so that equal modules share a graph."""
+    for each in carrying:
+        each(module, args)
     if hook is not None:
         hook(module, args)
     return type(module).forward(module, *args, **kwargs)
 
 
+def sharded_forward(module: nn.Module) -> ShardedForward | None:
+    """Return the :class:`ShardedForward` of ``module``, or None; several modules may share its graph."""
+    forward = module.__dict__.get("forward")
+    return forward if isinstance(forward, ShardedForward) else None
+
+
 def has_sharded_forward(root: nn.Module) -> bool:
-    """Return whether ``root`` or a module in it has a :class:`ShardedForward`; several modules may share its graph."""
-    return any(isinstance(module.__dict__.get("forward"), ShardedForward) for module in root.modules())
+    """Return whether ``root`` or a module in it has a :class:`ShardedForward`."""
+    return any(sharded_forward(module) is not None for module in root.modules())
 
 
 def is_marked(module: nn.Module) -> bool:
@@ -266,9 +293,8 @@ def mark_hooks(root: nn.Module) -> list[tuple[nn.Module, int | None, MarkHook]]:
     """Return (module, hook id, hook) for every mark hook below ``root``; a hook inside a sharded forward has no id."""
     marks: list[tuple[nn.Module, int | None, MarkHook]] = []
     for module in root.modules():
-        forward = module.__dict__.get("forward")
-        if isinstance(forward, ShardedForward) and forward.hook is not None:
-            marks.append((module, None, forward.hook))
+        if (sharded := sharded_forward(module)) is not None and sharded.hook is not None:
+            marks.append((module, None, sharded.hook))
         marks += [(module, key, hook) for key, hook in module._forward_pre_hooks.items() if isinstance(hook, MarkHook)]
     return marks
 

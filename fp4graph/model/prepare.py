@@ -236,7 +236,10 @@ def add_host(plan: PhasePlan, module: nn.Module, fqn: str, current: CurrentForwa
     if not module_state.has_sites:
         module_state.add_key(device_of(module, device_of(plan.root)))
     hook = hooks.MarkHook(current, fqn, *_tag(plan, fqn, module, {}, {}))
-    module.register_forward_pre_hook(hook)
+    if (sharded := hooks.sharded_forward(module)) is None:
+        module.register_forward_pre_hook(hook)
+    else:
+        sharded.hook = hook
     return hook
 
 

@@ -152,7 +152,7 @@ class Runner:
     def _compile_sharded(self) -> None:
         """Compile each module of ``fully_shard`` as a graph of its own, between the hooks of FSDP."""
         root, current = self._plan.root, self._current
-        distributed.compile_sharded(root, self._plan.weights, self.capture.backend, self._dynamic)
+        distributed.compile_sharded(self._plan, self.capture.backend, self._dynamic)
         if current.uncaptured is not None and hooks.has_sharded_forward(root):
             current.uncaptured = None
             self.uncompiled.show_without_owners()
@@ -160,7 +160,7 @@ class Runner:
     def _run_compiled(self, forward: Forward, listed: bool) -> Any:
         """Run the compiled call, or the observed call in its place."""
         current, root = self._current, self._plan.root
-        sharded = isinstance(root.__dict__.get("forward"), hooks.ShardedForward)
+        sharded = hooks.sharded_forward(root) is not None
         if sharded and (self.inspection.watching or self.inspection.recording is not None):
             raise Error("a model under fully_shard is compiled module by module; observe it without fully_shard")
         observed = None if sharded else self.inspection.capture(training=forward.training, checked=listed)
@@ -173,7 +173,7 @@ class Runner:
         current.threads.add(current.thread)
         strict = capture.strict or sharded
         early = not self.checked or (forward.training and not self._steps.trained)  # graphs may be refused yet
-        before = Before(root) if early and not strict and not self._explains else None
+        before = Before(root) if early and (sharded or not strict) and not self._explains else None
         try:
             with capture.configured(), nullcontext() if forward.name == CALL else hooks.uncalled(root):
                 if sharded:
@@ -213,7 +213,9 @@ class Runner:
         """Provide the markers that ``error`` finds missing, or let the modules that need them, or the whole call, run
         uncompiled from now on. Return whether the call can be repeated."""
         unmarked = error.all if isinstance(error, UnmarkedWeight) else []
-        carried = [self.uncompiled.carry(each) for each in unmarked if not capture.has_run]
+        # A graph begins with the forward of each module of fully_shard, so other modules may have run before it.
+        early = not capture.has_run or hooks.has_sharded_forward(self._plan.root)
+        carried = [self.uncompiled.carry(each) for each in unmarked if early]
         if any(carried):
             return True
         if strict or not unmarked or self._refused is not None:

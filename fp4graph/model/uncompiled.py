@@ -185,8 +185,8 @@ class Uncompiled:
     def carry(self, error: UnmarkedWeight) -> hooks.CarryHook | hooks.MarkHook | None:
         """Let a module that multiplies with another module's weight, or with a tensor it computes, mark the product;
         return the new hook, or None where that is not possible."""
-        modules, caller = dict(self._plan.root.named_modules(remove_duplicate=False)), error.caller or ""
-        owner = None if error.owner is None else modules[error.owner.module]
+        modules = dict(self._plan.root.named_modules(remove_duplicate=False))
+        owner, caller = (None if error.owner is None else modules[error.owner.module]), error.caller or ""
         if owner is None or not hooks.is_marked(owner):  # a ParameterList is not called
             return add_host(self._plan, modules[caller], caller, self._current)
         return hooks.CarryHook.add(modules[caller], owner)

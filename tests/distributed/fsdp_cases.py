@@ -44,7 +44,7 @@ from tests.distributed.two_process_models import (
     whole,
 )
 from tests.distributed.two_processes import each
-from tests.helpers.policies import NVFP4, one_rule
+from tests.helpers.policies import NVFP4, one_rule, with_technique
 from tests.helpers.steps import differences
 from tests.helpers.training import applied
 
@@ -293,6 +293,58 @@ def case_recomputed_activations() -> None:
     model.set_grad_checkpointing(True)
     sharded(model, "tetrajet-qema")
     assert train(model, model, image_loss, 3) == expected
+
+
+class Unnamed(nn.Module):
+    """Multiplies with the weight of a layer that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(nn.functional.linear(x, self.first.weight, self.first.bias)))
+
+
+class Unnameds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.top = nn.Sequential(Unnamed(), Unnamed(), Unnamed()), Unnamed()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.top(self.blocks(x))
+
+
+@each(*product(ORDERS, (False, True)))
+def case_weights_of_layers_that_are_not_called(first: str, whole_model: bool) -> None:
+    """Noise and averages are DDP's, and the blocks share a graph."""
+    policy = with_technique("q_ema", quantize=PLAIN, operands={"backward": {"rounding": "stochastic"}})
+    x, states = torch.randn(16, 32, generator=torch.Generator().manual_seed(rank())).requires_grad_(), []
+    for wrap in (DDP, fully_shard):
+        torch.manual_seed(0)
+        model = Unnamed() if whole_model else Unnameds()
+        if first == "apply":
+            applied(model, policy)
+        for block in () if whole_model or wrap is DDP else model.blocks:
+            fully_shard(block)
+        run = wrap(model)
+        if first == "shard":
+            applied(model, policy)
+        train(run, model, lambda model, _: model(x).square().mean(), 3)
+        states.append({name: whole(value) for name, value in state_of(model).items()})
+    assert not differences(*states)
+    assert len(runtime_of(model).sites) == (2 if whole_model else 4)
+
+
+def case_a_product_behind_a_sharded_child_is_refused() -> None:
+    """The child's hooks break the graph that has the key of the root."""
+    model = nn.Sequential(nn.Linear(32, 32), Unnamed())
+    applied(model, one_rule(quantize=NVFP4 | {"rounding": "stochastic"}))
+    fully_shard(model[0])
+    fully_shard(model[1].second)
+    fully_shard(model)
+    with pytest.raises(fp4graph.CaptureError, match=r"Under fully_shard .* move the product into a module of its own"):
+        model(torch.randn(16, 32))
 
 
 class Repeated(nn.Module):
