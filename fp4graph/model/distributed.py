@@ -45,7 +45,10 @@ def leave_to_ranks(model: nn.Module) -> None:
     constructed. At every forward it would send rank 0's count and held scales, and ``join`` ends by sending buffers,
     which a rank in an earlier phase does not have."""
     if isinstance(model, DistributedDataParallel):
-        model.parameters_to_ignore |= {name for name, _ in model.module.named_buffers() if state.is_ours(name)}
+        buffers = dict(model.module.named_buffers())
+        model.parameters_to_ignore |= {name for name in buffers if state.is_ours(name)}
+        # DDP lists the buffers anew before it sends them, but decides by the former list whether there are any.
+        model.modules_buffers = [buffers[name] for name in buffers if name not in model.parameters_to_ignore]
 
 
 @torch.no_grad()
