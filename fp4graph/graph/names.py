@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.fx import Node
@@ -201,12 +201,20 @@ class Names:
 
     def detached_from(self, x: Tensor) -> nn.Parameter | None:
         """Return the parameter of the model whose memory and layout ``x`` has, or None."""
-        parameters = (p for module in self._by_name.values() for p in module._parameters.values())
-        return next((p for p in parameters if p is not None and p.dtype is x.dtype and p.is_set_to(x)), None)
+        parameters = (p for module in self._by_name.values() for p in module._parameters.values() if p is not None)
+        memory = _memory(x)  # not is_set_to: a selective checkpoint would count it among the operations of its region
+        return None if memory is None else next((p for p in parameters if _memory(p) == memory), None)
 
     def is_of_model(self, node: Node) -> bool:
         """Return whether placeholder ``node`` is a parameter or a buffer of the model."""
         return self.is_parameter(node) or self.is_buffer(_example(node))
+
+
+def _memory(x: Tensor) -> tuple[Any, ...] | None:
+    """Return what tensors of the same values in the same memory have in common; None for a subclass of tensors."""
+    if type(x) not in (Tensor, nn.Parameter) or not x.numel():
+        return None
+    return x.data_ptr(), x.dtype, x.shape, x.stride()
 
 
 def _example(node: Node) -> object:
