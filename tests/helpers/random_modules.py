@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import random
 import re
+import sys
 from pathlib import Path
 
 from torch import nn
@@ -174,6 +175,7 @@ def module(seed: int, folder: Path) -> type[nn.Module]:
     assert spec is not None
     assert spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = loaded  # pickles name it
     spec.loader.exec_module(loaded)
     net: type[nn.Module] = loaded.Net
     return net

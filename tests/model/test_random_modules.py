@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ from torch import nn
 import fp4graph
 from tests.helpers import random_modules
 from tests.helpers.policies import one_rule
-from tests.helpers.training import applied, prepared, train, uncompiled
+from tests.helpers.training import applied, assert_equal, prepared, train, uncompiled
+from tests.model.test_uncompiled import MODES, Case, Whole, force_eager
 
 pytestmark = [uncompiled, pytest.mark.long]
 
@@ -66,3 +70,61 @@ def test_a_random_module_trains_compiled_as_uncompiled(seed, policy, tmp_path):
         return
     assert len(compiled) == len(expected)
     assert all(map(torch.equal, compiled, expected))
+
+
+#: Policies of the test below, beside those above.
+FURTHER = {
+    "phases": one_rule(quantize=NOISE, match={"op": ["linear", "matmul", "sdpa"]})
+    | {"phases": [{"at": 1, "operands": {"dgrad": "keep"}}, {"at": 2, "operands": {"wgrad": "keep"}}]},
+    "hold": one_rule({"tensor_scaling": {"hold_steps": 2}}, quantize={"block": 16}, op=["linear"]),
+    "shared": one_rule({"tensor_scaling": {"share": "siblings"}}, quantize={"block": 16}, op=["linear"]),
+    "low rank": one_rule("low_rank_residual", quantize={"block": 16}, op=["linear"]),
+    "clamp": one_rule("outlier_clamp", quantize=NOISE, op=["linear"]),
+    "mean": one_rule("mean_split", quantize=NOISE, op=["linear"]),
+    "mxfp4-full-rht": "mxfp4-full-rht",
+}
+#: Modes that fit every module. Assigned weights are no longer tied; a policy applied before may not fit.
+FITTING = sorted(MODES.keys() - {"weights assigned", "weights assigned, uncompiled", "method and call by turns",
+                                 "methods of a part", "applied again", "rehearsed"})  # fmt: skip
+
+
+def ran(net, policy, mode, context):
+    """Return the results of three steps and an evaluation in ``mode``, or the error that refuses the module."""
+    torch._dynamo.reset()
+    torch.manual_seed(5)
+    batches = {step: (torch.randn(2, 8, 32).requires_grad_(step != 99),) for step in (0, 1, 2, 99)}
+    case, results = Case(lambda: copy.deepcopy(net), batches.__getitem__), []
+
+    def run(*args):
+        with mode.around(), context():
+            return mode.run(model, *args).float()
+
+    try:
+        model = applied(Whole(case.make(), mode.way), policy, seed=3, total_forwards=20, **mode.options)
+        optimizer = prepared(model)
+        for step in range(3):
+            if mode.between is not None and step == 1:
+                model, optimizer = mode.between(model, optimizer, policy, case)
+            results += train(model, optimizer, [batches[step]], run)
+        model.eval()
+        with torch.no_grad():
+            return [*results, run(*batches[99])]
+    except fp4graph.Error as error:
+        return str(error)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # a reentrant checkpoint in an evaluation
+@pytest.mark.parametrize(
+    "seed", [*range(20), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(20, 400))]
+)
+def test_a_random_module_trains_in_a_random_mode_as_uncompiled(seed, tmp_path):
+    rng = random.Random(seed)
+    policies = POLICIES | FURTHER
+    policy, mode = policies[rng.choice(sorted(policies))], MODES[rng.choice(FITTING)]
+    context = rng.choice([nullcontext, nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)])
+    torch.manual_seed(seed)
+    net = random_modules.module(seed, tmp_path)()
+    expected, seen = (ran(net, policy, each, context) for each in (replace(MODES["call"], around=force_eager), mode))
+    assert isinstance(seen, str) == isinstance(expected, str), (seen, expected)
+    if not isinstance(seen, str):
+        assert_equal(seen, expected)
