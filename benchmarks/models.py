@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -104,9 +105,10 @@ class Stack(nn.Module):
         return x
 
 
-def _decoder(width: int, feed_forward: int, heads: int) -> nn.Module:
-    """Return a decoder layer of LLaMA that takes the rotary embedding as two tensors."""
-    from transformers import LlamaConfig
+@cache
+def _decoder_class() -> Any:
+    """Return a decoder layer of LLaMA that takes the rotary embedding as two tensors: one class for all blocks, because
+    blocks of a stack have one class."""
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     class Decoder(LlamaDecoderLayer):  # type: ignore[no-untyped-call]
@@ -114,9 +116,16 @@ def _decoder(width: int, feed_forward: int, heads: int) -> nn.Module:
             y: Tensor = super().forward(x, position_embeddings=(cos, sin))
             return y
 
+    return Decoder
+
+
+def _decoder(width: int, feed_forward: int, heads: int) -> nn.Module:
+    from transformers import LlamaConfig
+
     config = LlamaConfig(hidden_size=width, intermediate_size=feed_forward, num_attention_heads=heads)
     config._attn_implementation = "sdpa"
-    return Decoder(config, 0)
+    layer: nn.Module = _decoder_class()(config, 0)
+    return layer
 
 
 def _stack(make: Callable[[], nn.Module], width: int, tokens: int, size: int, head: int = 0, depth: int = 0) -> Model:

@@ -207,13 +207,14 @@ def require_granularity(part: BlockScale, gamma: Tensor, asked: Sequence[Groups]
 
 def along_last(part: Part, stage: str, result: Any, like: Tensor) -> Tensor:
     """Return ``result``, checked to be a tensor of the shape of ``like`` except for the length of the last axis, on its
-    device, and of its dtype or fp32."""
+    device, and of its dtype, fp32 or bf16."""
     tensor = _float(part, stage, result)
     if tensor.dim() != like.dim() or tensor.shape[:-1] != like.shape[:-1]:
         due = ", ".join([*map(str, like.shape[:-1]), "..."])
         raise broken(part, stage, f"returned shape {_shape(tensor)} where ({due}) is due")
-    if tensor.device != like.device or tensor.dtype not in (like.dtype, torch.float32):
-        due = " or ".join(dict.fromkeys((str(like.dtype), "torch.float32")))
+    dtypes = dict.fromkeys((like.dtype, torch.float32, torch.bfloat16))  # hardware rotates to bf16
+    if tensor.device != like.device or tensor.dtype not in dtypes:
+        due = " or ".join(map(str, dtypes))
         raise broken(part, stage, f"returned {tensor.dtype} on {tensor.device} where {due} on {like.device} is due")
     return tensor
 

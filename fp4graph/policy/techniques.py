@@ -85,7 +85,13 @@ class TechniqueResolver:
         node = self._document.get(*path)
         options = node.child(entry.name) or Node({}, node.place)
         options = Node({}, options.place) if options.value is None else options
-        technique = validate(self._registry.techniques[entry.name], options, (*path, entry.name), "option")
+        try:
+            technique = validate(self._registry.techniques[entry.name], options, (*path, entry.name), "option")
+        except Error:
+            raise
+        except Exception as error:  # of a validator that does not expect these values
+            message = f"options of technique {entry.name!r}: {type(error).__name__}: {error}"
+            raise PluginError(message, plugin=self._registry.origin(entry.name)) from error
         for name, field in type(technique).model_fields.items():
             written, kind = entry.options.get(field.alias or name), type(getattr(technique, name))
             # Pydantic reads true as 1 and '3' as 3. YAML reads 1e-8 as text, so text may be a float.

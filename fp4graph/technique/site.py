@@ -27,7 +27,8 @@ class SiteView:
         out_features: N, or None if it is symbolic.
         numel: the number of elements of B (the weight, for op "linear" and "grouped"), or None if it is symbolic.
         block: the place of the module in a repeated stack, or None outside one.
-        producer: the operation that made A ("swiglu", "gelu", "layer_norm", "sdpa", ...; "softmax" for P·V), or None.
+        producer: the operation that made A ("swiglu", "gelu", "layer_norm", "sdpa", ...), or None. For P·V of
+            attention it is "softmax", or "masked_fill" under a mask.
         role: what the product is if not an ordinary layer: "adapter" (LoRA and the like), "router" (its output chooses
             by top-k) or "head" (it makes the model's output); else None.
         also: the other names of the module, if the model holds it in several places.

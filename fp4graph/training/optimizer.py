@@ -254,8 +254,8 @@ class _Hooks:
                         with contract.at(weight.name):
                             contract.run(hook, per_weight, update)
                             if lost := next((n for n, x in update.state.items() if x is not given.get(n)), None):
-                                rule = "is kept only if it is written in place, as by copy_()"
-                                raise contract.broken(hook, per_weight, f"replaced state[{lost!r}], which {rule}")
+                                rule = "only entries that are written in place, as by copy_(), are kept; see memory"
+                                raise contract.broken(hook, per_weight, f"assigned state[{lost!r}], and {rule}")
                         for follower, _ in followers:
                             _follow(technique, weight, follower)
             if hook.acts_at(on_all):

@@ -18,7 +18,7 @@ pytest.importorskip("cpuinfo", reason="benchmarks need the extra 'bench'")
 from benchmarks import tables, timing
 from benchmarks.command import Benchmark, choices, device_of, policies_of
 from benchmarks.floor import numel, quantizer_bytes
-from benchmarks.models import MODELS, explained
+from benchmarks.models import MODELS, explained, llama_blocks
 from benchmarks.processes import Inapplicable
 from benchmarks.results import Results, load
 from benchmarks.timing import Patience, alternate
@@ -153,6 +153,13 @@ def test_the_sites_of_a_model_have_the_elements_of_its_products():
     sites = explained(MODELS["trial-vit"], one_rule(op="sdpa"), 4).sites
     site = next(site for site in sites if site.quantized)
     assert numel(site) == (8 * 17 * 32, 8 * 17 * 32, 8 * 17 * 17)  # Q·Kᵀ of 4 images and 2 heads
+
+
+@pytest.mark.slow
+def test_policies_see_the_first_and_the_last_decoder_of_a_stack():
+    sites = explained(llama_blocks(64, 128, 2, tokens=16, size=2, depth=3), "nvfp4-te", 2).sites
+    assert {site.module.split(".")[1] for site in sites if site.quantized} == {"1"}
+    assert {site.module.split(".")[1] for site in sites if site.op == "linear"} == {"0", "1", "2"}
 
 
 def test_choices_are_checked(tmp_path):

@@ -144,6 +144,29 @@ def test_a_producer_is_known_past_views_casts_picked_rows_and_dropout(producer, 
     assert [s.rule for s in sites if s.op == "linear"] == [producer]
 
 
+@pytest.mark.parametrize(
+    ("producer", "options"),
+    [
+        ("softmax", {}),
+        ("softmax", {"is_causal": True}),
+        ("masked_fill", {"attn_mask": torch.ones(4, 4, dtype=torch.bool)}),
+        ("masked_fill", {"attn_mask": torch.zeros(4, 4)}),
+    ],
+)
+def test_the_second_product_of_attention_is_known_by_its_producer(producer, options):
+    """docs/techniques.md says so to techniques that treat the two products differently."""
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            x = super().forward(x)
+            return F.scaled_dot_product_attention(x, x, x, **options)
+
+    policy = one_rule(op="sdpa")
+    policy["rules"].insert(0, {"name": "second", "match": {"op": "sdpa", "producer": producer}, "keep": "it"})
+    sites = fp4graph.explain(Net(32, 32), policy, (torch.randn(1, 2, 4, 32),)).sites
+    assert [s.rule for s in sites if s.op == "sdpa"] == ["all", "second"]
+
+
 class Forms(nn.Module):
     """Every spelling of a matrix product."""
 

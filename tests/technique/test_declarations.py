@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import nn
 
 import fp4graph
@@ -20,6 +20,7 @@ from fp4graph.technique import (
     Operand,
     Operands,
     OptimizerHook,
+    Overhead,
     PairTransform,
     Part,
     Partition,
@@ -30,7 +31,7 @@ from fp4graph.technique import (
 )
 from fp4graph.technique.registry import Registry
 from tests.helpers.policies import NVFP4, one_rule
-from tests.helpers.techniques import FPROP, Offers, technique
+from tests.helpers.techniques import FPROP, FREE, Offers, technique
 from tests.helpers.training import prepared
 
 WEIGHT, INPUT, OUTPUT = Operand.FPROP_WEIGHT, Operand.FPROP_INPUT, Operand.DGRAD_GRAD_OUTPUT
@@ -80,6 +81,30 @@ def test_defaults_are_validated_as_options_are() -> None:
     assert with_option(tuple[float, ...], [1, 2])().chosen == (1.0, 2.0)  # type: ignore[attr-defined]
     required = with_option(float, Field(gt=0))
     assert not Registry([("p", Offers(required))], entry_point_group=None).failures
+
+
+class Between(Technique):
+    """Has options that a policy must give, though they have defaults."""
+
+    name: ClassVar[str] = "between"
+    overhead: ClassVar[Overhead] = FREE
+    complexity: ClassVar[float] = 0.0
+    low: float | None = None
+    high: float | None = None
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Between:
+        assert self.low < self.high  # type: ignore[operator]
+        return self
+
+
+@pytest.mark.filterwarnings("ignore:technique .between. has no effect here")
+def test_a_validator_that_needs_the_options_of_a_policy_keeps_no_plugin_out() -> None:
+    registry = Registry([("p", Offers(Between))])
+    fp4graph.load_policy(one_rule({"between": {"low": 1, "high": 2}}), registry)
+    with pytest.raises(fp4graph.PluginError, match="options of technique 'between': TypeError: '<' not") as caught:
+        fp4graph.load_policy(one_rule("between"), registry)
+    assert caught.value.plugin == "p"
 
 
 @pytest.mark.filterwarnings("ignore:Field name")
@@ -218,10 +243,12 @@ def test_an_entry_that_begins_as_the_weight_is_a_copy_of_it(init: Any) -> None:
     assert torch.equal(*weights)
 
 
-def test_a_hook_that_replaces_an_entry_is_refused() -> None:
-    replaces = of(OptimizerHook, after_step=lambda self, update: update.state.update(e=update.state["e"] + 1))
-    acts = [lambda t: Reads(options=t, operands={WEIGHT}, state=(ENTRY["optimizer"],)), lambda t: replaces(options=t)]
-    with pytest.raises(fp4graph.PluginError, match=r"replaced state\['e'\], which is kept only if it is"):
+@pytest.mark.parametrize("name", ["e", "another"])
+def test_a_hook_that_assigns_an_entry_is_refused(name: str) -> None:
+    sets = of(OptimizerHook, after_step=lambda self, update: update.state.update({name: update.state["e"] + 1}))
+    acts = [lambda t: Reads(options=t, operands={WEIGHT}, state=(ENTRY["optimizer"],)), lambda t: sets(options=t)]
+    message = rf"assigned state\['{name}'\], and only entries that are written in place, as by copy_\(\), are kept"
+    with pytest.raises(fp4graph.PluginError, match=message):
         trained(offered(*acts))
 
 
@@ -260,3 +287,11 @@ def test_a_wrong_result_is_named(case: str) -> None:
     with pytest.raises(fp4graph.PluginError, match=re.escape(message)) as caught:
         trained(offered(lambda t: kind(options=t, operands=FPROP & kind.among, **given)))
     assert (caught.value.plugin, caught.value.site) == ("p", "0")
+
+
+def test_a_pair_transform_may_return_bf16_as_hardware_does() -> None:
+    """The product and its gradients keep the model's dtype."""
+    cast = [lambda s, x, *_: x.bfloat16(), lambda s, x, *_: x.bfloat16().float()]
+    turns = [of(PairTransform, transform=each, inverse=each) for each in cast]
+    models = [trained(offered(lambda t, kind=kind: kind(options=t))) for kind in turns]
+    assert all(map(torch.equal, *(model.parameters() for model in models)))
