@@ -9,6 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.timing import Patience
+
 #: A row as it is stored: case and figures, and the number of its run.
 Stored = Mapping[str, Any]
 
@@ -48,13 +50,18 @@ def milliseconds(name: str, header: str) -> Column:
     return figure(name, header, unit=1e-3)
 
 
+def _quartiles(row: Stored) -> str:
+    figures = row["figures"]
+    (low, high), ratio = figures["quartiles"], figures["ratio"]
+    # Rows that were stored before rows said so are judged by their quartiles.
+    settled = figures.get("settled", max(high - ratio, ratio - low) <= Patience.within * ratio)
+    return f"{low:.2f}–{high:.2f}" + ("" if settled else " ~")
+
+
 #: The ratio with its quartiles and the number of pairs. ~ marks quartiles that did not settle within the time limit.
 RATIO = (
     figure("ratio", "ratio", ".2f"),
-    Column(
-        "quartiles",
-        lambda row: "{:.2f}–{:.2f}".format(*row["figures"]["quartiles"]) + ("" if row["figures"]["settled"] else " ~"),
-    ),
+    Column("quartiles", _quartiles),
     figure("repeats", "n", ".0f"),
 )
 

@@ -200,13 +200,20 @@ def _steps(rows: Sequence[Row], predicted: Sequence[Row], device: str) -> list[s
         tables.Column("busy", lambda row: _busy(row["figures"])),
         tables.Column("predicted", lambda row: _predicted(row["case"], predicted, device)),
         tables.milliseconds("seconds", "ms"),
-        tables.figure("peak_bytes", "peak, GiB", ".2f", GIB),
-        tables.figure("baseline_peak_bytes", "unquantized", ".2f", GIB),
+        _peak("peak_bytes", "peak, GiB"),
+        _peak("baseline_peak_bytes", "unquantized"),
         tables.figure("compile_seconds", "compiling, s", ".0f"),
         tables.figure("baseline_compile_seconds", "unquantized", ".0f"),
     )
     switches = [f"- `{name}`: {switch.why}" for name, switch in SWITCHES.items()]
     return ["## Training steps", "", LEGEND, "", *switches, "", tables.markdown(columns, rows), ""]
+
+
+def _peak(name: str, header: str) -> tables.Column:
+    """Return a column of peaks, without those that were stored under CUDA graphs, which lack what a step computes."""
+    counted = tables.figure(name, header, ".2f", GIB)
+    graphs = {switch for switch, settings in SWITCHES.items() if settings.mode == "reduce-overhead"}
+    return tables.Column(header, lambda row: "–" if row["case"]["switch"] in graphs else counted.text(row))
 
 
 def _predicted(case: Mapping[str, str], predicted: Sequence[Row], device: str) -> str:

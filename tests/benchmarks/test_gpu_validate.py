@@ -331,6 +331,16 @@ def test_the_prediction_stands_beside_what_was_measured():
     assert set(steps.PREDICTED.values()) <= blocks
 
 
+def test_a_page_has_the_figures_that_earlier_versions_stored():
+    """The first case of a command writes the page of all rows."""
+    contents = results.load(results.RESULTS / "gpu_validate.nvidia-h200.json")
+    page = markdown(contents, [])
+    assert "| deit-base | bfloat16 | microscaling | default | 1.79 | 1.76–1.84 | 8 |" in page
+    assert "| llama-350m | bfloat16 | microscaling | default | 2.39 | 2.30–2.64 ~ | 56 |" in page
+    (graphs,) = (line for line in page.splitlines() if "| tetrajet | mode=reduce-overhead |" in line)
+    assert graphs.split(" | ")[-4:-2] == ["–", "–"]  # peaks that lacked what a step computes
+
+
 def test_the_cases_on_a_card_are_those_of_the_page():
     """docs/gpu.md lists parts, with their numbers of cases, and switches."""
     made = [one.name for one in validate.cases(list(validate.PARTS), CPU, "inductor", False, 1.0)]
