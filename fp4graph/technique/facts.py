@@ -105,8 +105,12 @@ class Partition:
 
     def __post_init__(self) -> None:
         """Raise TypeError unless ``count`` is a whole number, and ``specs`` pairs of an operand and a spec or None."""
-        pairs = dict(self.specs).items()
-        if not all(isinstance(operand, Operand) and isinstance(spec, QuantSpec | None) for operand, spec in pairs):
+        try:
+            pairs = dict(self.specs).items()
+            fits = all(isinstance(operand, Operand) and isinstance(spec, QuantSpec | None) for operand, spec in pairs)
+        except (TypeError, ValueError):  # a ValueError would refuse the site
+            fits = False
+        if not fits:
             raise TypeError(f"specs must be pairs (Operand, QuantSpec or None); got {self.specs!r}")
         if not isinstance(self.count, int):
             raise TypeError(f"count must be a whole number of channels; got {self.count!r}")

@@ -133,7 +133,7 @@ def test_a_wrong_entry_of_state_is_refused_when_it_is_made(case: str) -> None:
         StateEntry(*arguments, **more)
 
 
-@pytest.mark.parametrize("specs", [(("fprop.wieght", None),), ((WEIGHT, E2M1),)])
+@pytest.mark.parametrize("specs", [(("fprop.wieght", None),), ((WEIGHT, E2M1),), ((WEIGHT,),), None])
 def test_a_partition_of_other_specs_is_refused_when_it_is_made(specs: Any) -> None:
     with pytest.raises(TypeError, match="specs must be pairs"):
         Partition("e", 4, specs)
