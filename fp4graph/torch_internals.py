@@ -69,11 +69,9 @@ def stance() -> str:
 
 
 def compiled_frame() -> int | None:
-    """Return the number that Dynamo gives to the function that it compiles now, or None.
-
-    Two graphs around a graph break have two numbers; a recompiled graph keeps its number. Backends are not given the
-    number. Checked on torch 2.13 to 2.15.
-    """
+    """Return the number that Dynamo gives to the function that it compiles now, or None. Two graphs around a graph
+    break have two numbers; a recompiled graph keeps its number. Backends are not given the number. Checked on torch
+    2.13 to 2.15."""
     return getattr(CompileContext.current_compile_id(), "frame_id", None)
 
 
@@ -91,11 +89,9 @@ def constant_result(function: _Function) -> _Function:
 
 
 def retry_skipped_code() -> None:
-    """Have Dynamo compile again the code that it skips.
-
-    After a failed capture Dynamo skips the code object for good. Another model of the class would then run that code
-    outside its graph. torch.compiler.reset would drop all graphs of the process. Checked on torch 2.13 to 2.15.
-    """
+    """Have Dynamo compile again the code that it skips. After a failed capture Dynamo skips the code object for good.
+    Another model of the class would then run that code outside its graph. torch.compiler.reset would drop all graphs of
+    the process. Checked on torch 2.13 to 2.15."""
     from torch._dynamo import convert_frame
 
     default = eval_frame._FrameAction.DEFAULT
@@ -248,11 +244,9 @@ def compiled_backwards(tensors: list[Tensor], first: int) -> set[Any]:
 
 @contextmanager
 def saved_tensor_hooks_kept() -> Iterator[None]:
-    """If a trace in this context fails, restore whether hooks for saved tensors are allowed.
-
-    Dynamo of torch 2.13 and 2.14 disallows them for good when it gives up inside a transform of torch.func; then every
-    activation checkpoint of the process fails. Checked on torch 2.13 to 2.15.
-    """
+    """If a trace in this context fails, restore whether hooks for saved tensors are allowed. Dynamo of torch 2.13 and
+    2.14 disallows them for good when it gives up inside a transform of torch.func; then every activation checkpoint of
+    the process fails. Checked on torch 2.13 to 2.15."""
     hooks = torch._C._autograd
     before = hooks._saved_tensors_hooks_get_disabled_error_message()
     try:
@@ -284,6 +278,12 @@ def checkpointed_regions() -> list[Any]:
     held = [cell.cell_contents for pack in packs for cell in getattr(pack, "__closure__", None) or ()]
     contents = (each() if isinstance(each, weakref.ref) else each for each in held)
     return [each for each in contents if isinstance(each, _CheckpointFrame)]
+
+
+def saved_in(regions: list[Any]) -> int:
+    """Return how many tensors ``regions`` of :func:`checkpointed_regions` have saved or computed again so far. They are
+    private themselves. Checked on torch 2.13 to 2.15."""
+    return sum(len(region.weak_holders) + sum(region.recomp_counter.values()) for region in regions)
 
 
 def recompute_by(region: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

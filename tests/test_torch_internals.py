@@ -459,6 +459,21 @@ def test_checkpointed_regions():
     assert internals.checkpointed_regions() == []
 
 
+def test_saved_in():
+    seen = []
+
+    def function(x):
+        regions = internals.checkpointed_regions()
+        for operation in (torch.neg, torch.sin, torch.neg):
+            x = operation(x)
+            seen.append(internals.saved_in(regions))
+        return x.exp()
+
+    assert internals.saved_in([]) == 0
+    checkpoint(function, torch.ones(1, requires_grad=True), use_reentrant=False).backward()
+    assert seen == [0, 1, 1, 2, 3, 3]  # exp saves another one; then sin is computed again
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recompute_by(reentrant):
     runs = []

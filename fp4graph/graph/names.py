@@ -211,10 +211,14 @@ class Names:
 
 
 def _memory(x: Tensor) -> tuple[Any, ...] | None:
-    """Return what tensors of the same values in the same memory have in common; None for a subclass of tensors."""
+    """Return what tensors of the same values in the same memory have in common; None for a subclass of tensors, and for
+    a tensor that has no memory of its own: a sparse or nested one, or one inside of ``vmap``."""
     if type(x) not in (Tensor, nn.Parameter) or not x.numel():
         return None
-    return x.data_ptr(), x.dtype, x.shape, x.stride()
+    try:
+        return x.data_ptr(), x.dtype, x.shape, x.stride()
+    except RuntimeError:
+        return None
 
 
 def _example(node: Node) -> object:

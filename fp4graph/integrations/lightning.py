@@ -55,7 +55,7 @@ class FP4GraphLightningCallback(lightning.Callback):  # type: ignore[misc,unused
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Apply the policy, once, before Lightning configures optimizers and loads a checkpoint."""
-        model = self._part_of(pl_module)
+        model, self._resumed = self._part_of(pl_module), None
         if self._model is not model:
             self._model = apply(model, self.policy, **self.options)
 

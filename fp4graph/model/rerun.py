@@ -27,18 +27,24 @@ class Before:
         self._generator = torch.get_rng_state()
         in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._of_gpu = torch.cuda.get_rng_state() if in_use else None  # of the current device
-        in_region = torch.is_grad_enabled() and bool(torch_internals.checkpointed_regions())
-        self._nodes = torch_internals.next_sequence_number() if in_region else None
+        self._regions = torch_internals.checkpointed_regions() if torch.is_grad_enabled() else []
+        self._recorded = self._of_regions()
+
+    def _of_regions(self) -> tuple[int, int]:
+        """Return how much the checkpoints around the call have recorded: tensors, and operations if one of them is
+        selective, which counts each."""
+        counts = bool(self._regions) and torch_internals.has_dispatch_mode()
+        return torch_internals.saved_in(self._regions), torch_internals.next_sequence_number() if counts else 0
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Set the buffers and the generators back; raise a CaptureError in a checkpointed region where operations that
-        autograd records have run."""
+        """Set the buffers and the generators back; raise a CaptureError in a checkpointed region that has recorded
+        something of the call."""
         for buffer, value in self._buffers:
             if not torch.equal(buffer, value):  # an unchanged buffer may be expanded, which cannot be written
                 buffer.copy_(value)
         torch.set_rng_state(self._generator)
         if self._of_gpu is not None:
             torch.cuda.set_rng_state(self._of_gpu)
-        if self._nodes is not None and torch_internals.next_sequence_number() > self._nodes:
+        if self._of_regions() != self._recorded:
             raise CaptureError(_COUNTED)

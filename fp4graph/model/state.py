@@ -117,7 +117,7 @@ class State:
         """Remove the state from the module, except the buffers of packed weights."""
         self.waiting = {}
         for name in (NAME, *_METHODS):
-            del self.module.__dict__[name]
+            self.module.__dict__.pop(name, None)  # a model that an earlier version pickled lacks later methods
         names = [name for name in self.module._buffers if is_ours(name)]  # a value may be None
         for name in [name for name in names if not name.startswith(PACKED)]:
             delattr(self.module, name)

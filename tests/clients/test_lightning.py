@@ -137,6 +137,9 @@ def test_a_callback_refuses_what_it_cannot_do_and_knows_the_length_of_the_traini
     fitted(Classifier(), folder, callbacks=[by_callback(phased)], **resume)
     with pytest.raises(Mismatch, match="was written for a training of 8 forwards, this one has 12"):
         fitted(Classifier(), folder, callbacks=[by_callback(phased)], epochs=3, **resume)
+    module, callback = Classifier(), by_callback(phased)
+    fitted(module, folder, callbacks=[callback], **resume)
+    fitted(module, folder, callbacks=[callback], epochs=3, accumulate=3)  # resumes from nothing
 
 
 class Two(Classifier):

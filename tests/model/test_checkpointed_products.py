@@ -101,10 +101,20 @@ class Computes(nn.Module):
         super().__init__()
         self.first, self.layer, self.scale = nn.Linear(32, 32), nn.Linear(32, 32), nn.Parameter(torch.ones(32, 1))
 
+    def begin(self, x):
+        return self.first(x).tanh()
+
     def forward(self, x):
-        h = self.first(x).tanh()
+        h = self.begin(x)
         torch._dynamo.graph_break()
         return h + F.linear(h, self.layer.weight * self.scale).tanh()
+
+
+class Shifts(Computes):
+    """Saves no tensor before the break."""
+
+    def begin(self, x):
+        return x + self.first.bias
 
 
 @pytest.mark.parametrize("saved", [None, [torch.ops.aten.tanh.default]], ids=["all recomputed", "selective"])
@@ -121,6 +131,13 @@ def test_a_call_in_a_checkpoint_does_not_begin_again(saved):
         return (run if calls[1:] else as_it_is)(model, x)
 
     plain, again = (trained(Computes, POLICIES["stochastic"], around=each) for each in (as_it_is, called_once))
+    assert len(plain) == len(again)
+    assert all(map(torch.equal, plain, again))
+
+
+def test_a_call_in_a_checkpoint_that_has_saved_nothing_begins_again():
+    around = (as_it_is, partial(checkpoint, use_reentrant=False))
+    plain, again = (trained(Shifts, POLICIES["stochastic"], around=each) for each in around)
     assert len(plain) == len(again)
     assert all(map(torch.equal, plain, again))
 
@@ -229,5 +246,22 @@ def test_a_weight_may_be_an_argument_of_the_checkpoint(outer, reentrant, policy)
 
     plain = trained(lambda: Net(borrowed, None), POLICIES[policy], stance="force_eager")
     again = trained(lambda: Net(lends, outer), POLICIES[policy], stance="force_eager")
+    assert len(plain) == len(again)
+    assert all(map(torch.equal, plain, again))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_tensors_without_memory_of_their_own_are_computed_again(reentrant):
+    """Asking a sparse tensor, or one inside of vmap, for its address is an error."""
+
+    def rows(layer, matrix, x):
+        return torch.vmap(torch.sin)(layer(torch.sparse.mm(matrix, x)))
+
+    def body(run):
+        return lambda layer, x: run(rows, layer, torch.eye(8).to_sparse(), x[0])
+
+    bodies = body(as_it_is), body(partial(checkpoint, use_reentrant=reentrant))
+    nets = (partial(Net, each, None) for each in bodies)
+    plain, again = (trained(net, POLICIES["stochastic"], stance="force_eager") for net in nets)
     assert len(plain) == len(again)
     assert all(map(torch.equal, plain, again))

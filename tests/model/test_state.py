@@ -162,6 +162,15 @@ def test_a_pickled_model_carries_its_state() -> None:
     assert loaded[0]._fp4graph.module is loaded[0]
 
 
+def test_a_model_that_an_earlier_version_pickled_may_be_applied_and_removed() -> None:
+    model = averaged()
+    for module in (model, *model):
+        module.__dict__.pop("_save_to_state_dict", None)  # which earlier versions did not override
+    former = [saved_whole(model) for _ in range(2)]
+    assert_equal(applied(former[0], "tetrajet-qema").state_dict().values(), model.state_dict().values())
+    assert not any("fp4graph" in key for key in fp4graph.remove(former[1]).state_dict())
+
+
 @pytest.mark.parametrize("call", [fp4graph.apply, lambda m, p: fp4graph.explain(m, p, (X,))], ids=["apply", "explain"])
 @pytest.mark.parametrize("name", ["_fp4graph", "_fp4graph_key"])
 def test_a_module_whose_name_is_reserved_is_refused(name: str, call) -> None:
