@@ -37,10 +37,12 @@ class PreparedOptimizers:
         """Prepare the optimizers for the policy that the root of ``plan`` has now.
 
         An optimizer whose parameters have all left the model, such as that of merged adapters, is forgotten, and where
-        techniques act on weights that train, one that holds none of these.
+        techniques act on weights that train, one that holds no weight that they act on, not even one that is frozen
+        now and may train later.
         """
-        root, acted = plan.root, [w for w in plan.weights if w.parameter.requires_grad and _acting(w)]
-        ids = {id(weight.parameter) for weight in acted} or {id(parameter) for parameter in root.parameters()}
+        root, acted = plan.root, [weight.parameter for weight in plan.weights if _acting(weight)]
+        trains = any(parameter.requires_grad for parameter in acted)
+        ids = {id(parameter) for parameter in (acted if trains else root.parameters())}
         self._prepared = [entry for entry in self._prepared if _holds(entry[0](), ids)]
         for reference, prepare in self._prepared:
             if (optimizer := reference()) is not None:

@@ -31,10 +31,11 @@ def check_fit(plan: PhasePlan, optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer through which a technique of the model of ``plan`` cannot act."""
     acting, held = techniques(plan), groups_by_parameter(optimizer)
     for technique in acting:
-        weights = [w for w in plan.weights if concerns(technique, w) and w.parameter.requires_grad]
-        if weights and not any(id(weight.parameter) in held for weight in weights):
+        weights = [weight for weight in plan.weights if concerns(technique, weight)]
+        trained = [weight for weight in weights if weight.parameter.requires_grad]
+        if trained and not any(id(weight.parameter) in held for weight in weights):  # a frozen one may train later
             raise Error(
-                f"technique {technique.name} acts on {weights[0].name}, which this optimizer does not hold; pass the "
+                f"technique {technique.name} acts on {trained[0].name}, which this optimizer does not hold; pass the "
                 "optimizer model.parameters() of the applied model"
             )
     # torch marks a step() that runs hooks as ``hooked``. Wrappers that skip Optimizer.__init__, such as timm's

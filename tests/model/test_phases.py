@@ -198,6 +198,26 @@ def test_a_technique_of_a_former_phase_leaves_no_state_in_the_optimizer() -> Non
     assert optimizer["param_groups"][0]["fp4graph.forwards"] == 5  # the count goes on
 
 
+def test_an_optimizer_whose_weights_are_frozen_when_a_phase_begins_acts_when_they_train() -> None:
+    averages, faster = ([{"q_ema": {"beta": beta}}] for beta in (0.9, 0.5))
+    rules = one_rule(*faster, quantize=quantizer(16))["rules"]
+    model = applied(one_rule(*averages, quantize=quantizer(16), phases=[{"at": 1, "rules": rules}]))
+    layers = [model.first, model.second]
+    optimizers = [fp4graph.prepare_optimizer(model, torch.optim.SGD(layer.parameters(), lr=0.1)) for layer in layers]
+    moved = []
+    for step in range(4):
+        model.second.requires_grad_(step not in (1, 2))
+        model.zero_grad()
+        model(batch(step)).square().mean().backward()
+        before = [layer._fp4graph_q_ema_weight.clone() for layer in layers]
+        for optimizer in optimizers:
+            optimizer.step()
+        moved.append(
+            [not torch.equal(a, layer._fp4graph_q_ema_weight) for a, layer in zip(before, layers, strict=True)]
+        )
+    assert moved == [[True, True], [True, False], [True, False], [True, True]]
+
+
 @pytest.mark.slow
 def test_a_phase_cannot_begin_inside_detect_nonfinite_and_is_watched_afterwards() -> None:
     model = applied(policy({"at": 1, "operands": KEEP_BACKWARD}))
