@@ -204,7 +204,8 @@ def _of(weight: Weight, fprop: GemmProgram, runtime: Runtime, activations: bool)
         raise refusal(
             weight,
             f"{names} transforms both operands of fprop, but readers do not transform activations",
-            "train its last steps with a policy that transforms only the backward (hadamard: {scope: backward})",
+            f"train its last steps under a policy without {names}"
+            + (", or with hadamard: {scope: backward}" if "hadamard" in names else ""),
         )
     kind = _kind(weight, program)
     scheme = Scheme(kind, *(_inputs(weight, fprop, kind) if activations else (None, False)))

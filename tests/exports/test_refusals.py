@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, prune
 import fp4graph
 from fp4graph.errors import Error
 from fp4graph.exports import ExportError
-from tests.exports.models import GROUPED, MXFP4, NVFP4, Tied, by_rule, gpt2, mixture, policy, trained
+from tests.exports.models import GROUPED, MXFP4, NVFP4, Tied, by_rule, gpt2, llama, mixture, policy, trained
 from tests.helpers.models import module_of
 from tests.helpers.training import applied
 from tests.model.test_adapters import Lora
@@ -158,6 +158,11 @@ WEIGHTS = {
     ),
     "pruned": (partial(computed, partial(prune.random_unstructured, name="weight", amount=0.5)), {}, COMPUTED),
     "adapted": (adapted, {}, r"cannot export outer: the model has adapters.*Merge them first \(merge_and_unload\)"),
+    "smoothed": (
+        lambda: trained(llama(num_hidden_layers=1), policy(MXFP4, "smooth_swiglu"), 1),
+        {},
+        r"down_proj\.weight, .*smooth_swiglu transforms both operands.*a policy without smooth_swiglu$",
+    ),
     "conv1d": (partial(conv1d, match={"block": True}), {}, CONV1D),
     "square conv1d": (partial(conv1d, match={"module": "*.attn.c_proj"}), {}, CONV1D),  # fits either way round
     "conv1d in modelopt": (partial(conv1d, NVFP4), IN_MODELOPT, CONV1D),
