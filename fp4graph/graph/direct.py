@@ -294,8 +294,8 @@ def _of_factors(call: partial[Tensor], factors: Sequence[Tensor]) -> Callable[[T
     """Return ``call``, a product of two ``factors``, as a function of them."""
 
     def product(*others: Tensor) -> Tensor:
-        by = dict(zip(map(id, factors), others, strict=True))
-        args, kwargs = pytree.tree_map_only(Tensor, lambda x: by.get(id(x), x), (call.args, call.keywords))
+        replaced = dict(zip(map(id, factors), others, strict=True))
+        args, kwargs = pytree.tree_map_only(Tensor, lambda x: replaced.get(id(x), x), (call.args, call.keywords))
         return call.func(*args, **kwargs)
 
     return product

@@ -151,9 +151,10 @@ class Names:
         owners = [o for o in candidates if self._by_name[o.module]._parameters.get(o.parameter) is example]
         if owners:
             return next((owner for owner in owners if owner.module == calling), owners[0])
-        for module in sorted(self._by_name, key=lambda name: name != calling):  # assigned after the names were taken
+        holders = () if example is None else sorted(self._by_name, key=lambda name: name != calling)
+        for module in holders:  # a parameter may be assigned after the names were taken
             for name, value in self._by_name[module]._parameters.items():
-                if value is example is not None:
+                if value is example:
                     return Owner(module, name)
         source = _source(weight)
         if source is None or not self._by_name:

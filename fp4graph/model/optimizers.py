@@ -67,8 +67,8 @@ class PreparedOptimizers:
                     "frozen layers a rule of their own, which keeps them or quantizes them without the technique"
                 )
             needs = _acting(weight)
-            given = bool(self._prepared) and not isinstance(weight.stored, nn.Parameter)  # by functional_call
-            held = given or id(weight.parameter) in self.parameters
+            foreign = bool(self._prepared) and not isinstance(weight.stored, nn.Parameter)  # from functional_call
+            held = foreign or id(weight.parameter) in self.parameters
             if needs and weight.parameter.requires_grad and not held:
                 raise CaptureError(
                     f"technique {', '.join(needs)} acts on {weight.name} at the optimizer's step, but no optimizer "

@@ -33,15 +33,16 @@ def restore(root: nn.Module) -> None:
     name = getattr(root, "name_or_path", None)
     folder = Path(name) if isinstance(name, str) and name else None
     saves = _saves(folder) if folder is not None and folder.is_dir() else []
-    # Values of other phases have no entry yet; they wait for their phase, and have any shape.
+    # Values of other phases have no entry yet. They wait for their phase, and their shape is unknown until then.
     later = {key: torch.empty(0, device="meta") for key in state.of_some_phases(root)}
+    unknown = set(map(id, later.values()))
     current = later | root.state_dict()
     entries, stored, differs = _entries_beside_the_weights(root, saves, current)
     if not entries:
         return
     names = {id(value): name for name, value in current.items()}
     known = {key: names[id(x)] for key, x in stored.items() if id(x) in names}
-    fit = {k: v for k, v in entries.items() if k in known and (stored[k].is_meta or v.shape == stored[k].shape)}
+    fit = {k: v for k, v in entries.items() if k in known and (id(stored[k]) in unknown or v.shape == stored[k].shape)}
     taken = {known[key]: value for key, value in fit.items()}
     why = "the policy that is applied now keeps nothing under these names, or keeps other shapes"
     if differs is not None:

@@ -222,7 +222,7 @@ class Noise:
     def _derived(self, salt: int) -> Tensor:
         if self.key is None:
             raise ValueError(
-                "stochastic rounding needs random bits: pass a key (an int or a tensor from make_key); the part of a "
-                "technique declares draws = True"
+                "stochastic rounding needs random bits: pass a key (an int or a tensor from make_key), or, in a "
+                "technique, declare draws = True in the part that draws"
             )
         return derive(self.key, salt)

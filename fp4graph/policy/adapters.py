@@ -36,8 +36,8 @@ def is_adapter(name: str, modules: Collection[str]) -> bool:
 def is_of_adapters(name: str, modules: Collection[str]) -> bool:
     """Return whether module ``name`` belongs to an adapter, or to a layer that PEFT trains beside the adapters: all of
     the layer (``modules_to_save``) or some of its rows (``trainable_token_indices``)."""
-    copied = f"{name.partition('.original_module')[0]}.modules_to_save" in modules  # also the layer that a merge drops
-    copied = copied or "modules_to_save" in name.split(".")
+    layer = name.partition(".original_module")[0]  # original_module: the layer that a merge drops
+    copied = "modules_to_save" in name.split(".") or f"{layer}.modules_to_save" in modules
     wrapper = _ROWS.sub("", name)
     return copied or f"{wrapper}.token_adapter.base_layer" in modules or is_adapter(name, modules)
 

@@ -191,8 +191,8 @@ def _wrong_declaration(technique: Any) -> str | None:
         for each in invalid.errors():
             if each["loc"] and each["type"] != "missing":
                 return f"default of option {each['loc'][0]}: {each['msg']}; got {each['input']!r}"
-    except Exception:  # noqa: BLE001  # a validator of several options, which may need what only policies give
-        return None
+    except Exception:  # noqa: BLE001  # a validator of several options, which may need values that only policies give
+        pass
     return None
 
 

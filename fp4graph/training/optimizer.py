@@ -250,10 +250,10 @@ class _Hooks:
                         (weight, runtime), *followers = concerned
                         weight.require_settled()
                         update = self._update(technique, weight, runtime, groups[identity])
-                        given = dict(update.state)
+                        before = dict(update.state)
                         with contract.at(weight.name):
                             contract.run(hook, per_weight, update)
-                            if lost := next((n for n, x in update.state.items() if x is not given.get(n)), None):
+                            if lost := next((n for n, x in update.state.items() if x is not before.get(n)), None):
                                 rule = "only entries that are written in place, as by copy_(), are kept; see memory"
                                 raise contract.broken(hook, per_weight, f"assigned state[{lost!r}], and {rule}")
                         for follower, _ in followers:
